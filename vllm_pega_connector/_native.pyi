@@ -1,0 +1,171 @@
+# The native module's contract, as Python sees it.
+from collections.abc import Buffer, Sequence  # type: ignore[attr-defined]
+from typing import Any
+
+class Segment:
+    """One fragment of every block: `bytes` at `base + block * block_stride` (addresses, bytes).
+
+    Ranges of different `allocation` ids never merge. Segments are given in slot order: segment i lies behind
+    segments 0..i-1 in the slot.
+    """
+    def __init__(self, base: int, block_stride: int, bytes: int, allocation: int) -> None: ...
+
+class GroupLayout:
+    """The blocks of one cache group on this rank. Raises ValueError on overlap or a bad stride."""
+    def __init__(self, segments: Sequence[Segment], num_blocks: int) -> None: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def segments_per_block(self) -> int: ...
+
+class HostPool:
+    """A memfd of block-major slots and a table of their keys and generations (two descriptors).
+
+    `slot_classes`: (slot_bytes, slots) per size class; slot ids count from 0 within a class. Memory is
+    reserved but touched lazily unless `prefault`. Raises MemoryError or ValueError with what to change.
+    """
+    def __init__(self, slot_classes: Sequence[tuple[int, int]], prefault: bool = False) -> None: ...
+    @property
+    def data_fd(self) -> int: ...
+    @property
+    def table_fd(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def slot_address(self, slot_class: int, slot: int) -> int: ...
+    def slot_view(self, slot_class: int, slot: int) -> memoryview: ...
+    def slot_state(self, slot_class: int, slot: int) -> tuple[int, bytes, int]:
+        """(generation, key, length in bytes); an odd generation: being written."""
+    def close(self) -> None: ...
+
+class Policy:
+    """backend: auto|memcpy|kernel|chunked|staged; 0 = unset: the device profile decides."""
+    def __init__(self, backend: str = "auto", max_grid_blocks: int = 0, chunk_descriptors: int = 0,
+                 chunk_bytes: int = 0, inflight_chunks: int = 0) -> None: ...
+
+class TransferShape:
+    direction: str
+    ranges: int
+    total_bytes: int
+    avg_range_bytes: int
+    min_range_bytes: int
+    alignment: int
+    def __init__(self, direction: str, ranges: int, total_bytes: int, avg_range_bytes: int = 0,
+                 min_range_bytes: int = 0, alignment: int = 16) -> None: ...
+
+class TransferDecision:
+    backend: str
+    max_grid_blocks: int
+    chunk_descriptors: int
+    chunk_bytes: int
+    inflight_chunks: int
+    reason: str
+
+class DeviceProfile:
+    """Built from the validated JSON of a device profile (vllm_pega_connector/profiles/)."""
+    def __init__(self, profile: dict[str, Any]) -> None: ...
+    @property
+    def name(self) -> str: ...
+
+def decide(shape: TransferShape, profile: DeviceProfile, objective: str, policy: Policy) -> TransferDecision: ...
+
+def plan(layouts: Sequence[GroupLayout], pool: HostPool, group_classes: Sequence[int], moves: Buffer,
+         max_range_bytes: int = 0) -> list[tuple[int, int, int]]:
+    """The merged (device address, host address, bytes) ranges of `moves`, in host order; for tools and tests."""
+
+class Device: ...
+
+class HostDevice(Device):
+    """Copies with `workers` threads; 'kernel' uses at most min(grid, workers)."""
+    def __init__(self, workers: int = 2) -> None: ...
+
+class SimDevice(Device):
+    """Copies real memory, but when and in which order a seed decides; counts what it saw. Single-threaded."""
+    def __init__(self, seed: int, max_delay_steps: int = 8, fail_rate: float = 0.0, break_rate: float = 0.0) -> None: ...
+
+class CudaDevice(Device):
+    """`cubin`: compiled csrc/copy_kernels.cu. Uses the primary context of `ordinal`."""
+    def __init__(self, ordinal: int, cubin: bytes) -> None: ...
+
+class JobResult:
+    job_id: int
+    direction: str          # "load" | "save"
+    status: str             # "done" | "failed" | "cancelled" | "timeout"
+    error: str
+    bytes: int
+    ranges: int
+    chunks: int
+    backend: str
+    reason: str
+    queue_s: float          # submit -> first chunk submitted
+    transfer_s: float       # first chunk submitted -> last byte landed
+    peak_outstanding_bytes: int
+
+class TransferEngine:
+    """Moves blocks between a device and a host pool. One job = one direction, many (group, block, slot) moves.
+
+    With threaded=False a test drives it by step(); otherwise a native thread does, which never takes the GIL.
+    """
+    def __init__(self, device: Device, pool: HostPool, layouts: Sequence[GroupLayout], group_classes: Sequence[int],
+                 profile: DeviceProfile, objective: str = "balanced", load_policy: Policy | None = None,
+                 save_policy: Policy | None = None, threaded: bool = True, queue_limit: int = 4096) -> None: ...
+    def record_event(self, stream: int = 0) -> int:
+        """An event on the compute stream, to be given to submit() of any number of jobs, then release_event()."""
+    def release_event(self, event: int) -> None:
+        """Drops the caller's share; the engine frees it when no job waits for it any more."""
+    def submit(self, job_id: int, direction: str, moves: Buffer, keys: Buffer = b"", event: int = 0,
+               policy: Policy | None = None, objective: str = "", timeout_s: float = 30.0) -> bool:
+        """Hands over a job: `moves` is C-contiguous uint32 [n, 3] of (group, block, slot) rows (array or its bytes);
+        `keys` n x key_bytes (<= 32) joined, for saves. False: queue full, nothing was taken.
+        Raises ValueError for ids out of range (checked here, once) or a job id still in flight."""
+    def cancel(self, job_id: int) -> bool:
+        """Stops submitting; the job still ends exactly once, after what is in flight has drained."""
+    def poll(self) -> list[JobResult]:
+        """Jobs that ended since the last call; each exactly once."""
+    def step(self) -> bool: ...
+    @property
+    def pending(self) -> int:
+        """Jobs taken and not yet returned by poll()."""
+    def drain(self, timeout_s: float) -> bool:
+        """Waits (GIL released) until every job has ended; False at the deadline."""
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Cancels, drains, stops the thread. False if something is still in flight: memory must then stay mapped."""
+
+class SlotIndex:
+    """Which key lies in which slot: hash map, LRU and reference counts. Slots: free -> reserved -> ready.
+
+    `slots_per_class[c]` slots of class c; `group_classes[g]` is the class of group g. Keys of different groups
+    never meet. Joined hashes: n keys of `key_bytes` each, concatenated.
+    """
+    def __init__(self, slots_per_class: Sequence[int], group_classes: Sequence[int], key_bytes: int = 32) -> None: ...
+    def match_and_pin(self, group: int, joined: bytes, start: int = 0) -> bytes:
+        """uint32 slots of the longest ready run of keys from index `start` on; each is pinned and made recent."""
+    def match(self, group: int, joined: bytes, start: int = 0) -> int:
+        """Length of that run; pins nothing."""
+    def contains(self, group: int, joined: bytes) -> bytes:
+        """One byte a key: 0 absent, 1 reserved (being written), 2 ready."""
+    def pin(self, group: int, joined: bytes) -> bytes:
+        """uint32 slots of all keys, pinned; ValueError (nothing pinned) unless every key is ready."""
+    def unpin(self, group: int, slots: bytes) -> None: ...
+    def reserve(self, group: int, joined: bytes, near: int = -1) -> bytes:
+        """uint32 slots for keys that are absent, neighbours where possible, starting beside slot `near`; evicts
+        least recently used, unpinned slots. Keys already present, and keys there is no room for, get 0xFFFFFFFF."""
+    def publish(self, group: int, slots: bytes) -> None:
+        """Reserved -> ready."""
+    def abandon(self, group: int, slots: bytes) -> None:
+        """Reserved -> free; also forgets a ready key (once unpinned)."""
+    def reset(self) -> bool:
+        """Forgets every ready, unpinned key; False if something is pinned or reserved (those are forgotten when released)."""
+    @property
+    def version(self) -> int:
+        """Changes whenever a match might give another answer."""
+    @property
+    def evictions(self) -> int: ...
+    def counts(self, slot_class: int = 0) -> dict[str, int]:
+        """{"free", "reserved", "ready", "pinned", "total"}; pinned counts slots, within ready."""
+
+def cuda_available() -> str:
+    """"" if the CUDA driver can be loaded and has a device, else why not."""
