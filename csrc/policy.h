@@ -11,26 +11,33 @@
 
 namespace pega {
 
-// Measured throughput of `backend` moving shuffled ranges of `range_bytes` with at most `grid` CTAs
-// (grid 0 where it means nothing).
+// A setting is what a measurement was made with: backend, grid, chunk. In each, 0 means the backend's default.
+// Auto only ever chooses settings that a profile holds numbers for.
+
+// Measured throughput of one setting moving shuffled ranges of `range_bytes`.
 struct CurvePoint {
   Backend backend;
   uint32_t grid;
   uint64_t range_bytes;
   double gib_per_s;
+  uint32_t chunk_descriptors = 0;
+  uint64_t chunk_bytes = 0;
 };
 
-// Measured growth of decode p99 (0.05 = +5 %) while `backend` runs with this grid and chunk (0 = unchunked).
+// Measured growth of decode p99 (0.05 = +5 %) while one setting moves ranges of `range_bytes` (0 = any size).
 struct InterferencePoint {
   Backend backend;
   uint32_t grid;
   uint32_t chunk_descriptors;
   double p99_growth;
+  uint64_t chunk_bytes = 0;
+  uint64_t range_bytes = 0;
 };
 
 struct DirectionProfile {
   double contiguous_gib_per_s = 0;
   std::array<double, kBackends> submit_us_per_range{};  // calling cost of one range, microseconds
+  std::array<double, kBackends> latency_us{};           // smallest transfer, from submission to completion seen
   std::vector<CurvePoint> curve;
   std::vector<InterferencePoint> interference;
 };
@@ -38,7 +45,7 @@ struct DirectionProfile {
 struct DeviceProfile {
   std::string name;
   std::array<DirectionProfile, kDirections> direction;
-  // Defaults for whatever a policy leaves unset, per backend (0 in kernel's chunk fields: one launch).
+  // What fills the fields that neither a policy nor the chosen setting names, per backend.
   std::array<PolicySpec, kBackends> defaults;
 };
 

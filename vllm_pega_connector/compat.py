@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that differs between the vLLM versions we support (0.26 to 0.33), by feature, never by number."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether the connector can serve a model under a configuration, and if not, why."""
+
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+
+def full_attention_only(spec: Any) -> bool:
+    """True if every layer of this cache spec keeps all tokens (dense attention, MLA)."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    layers = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one spec a layer
+    if layers:
+        return all(full_attention_only(s) for s in layers.values())
+    if not isinstance(spec, FullAttentionSpec):
+        return False
+    # A sliding window or attention chunk merged into a "full" spec keeps all blocks, so it is fine to cache.
+    return type(spec).__name__ in ("FullAttentionSpec", "MLAAttentionSpec")
+
+
+def check_support(vllm_config: Any, kv_cache_config: Any) -> Support:
+    """What we can cache today. The answer is the same on the scheduler and on every worker."""
+    if kv_cache_config is None or not kv_cache_config.kv_cache_groups:
+        return Support("this model has no KV cache")
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return Support("prefix caching is off, so blocks have no keys: start vLLM with --enable-prefix-caching")
+    parallel = vllm_config.parallel_config
+    for size in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, size, 1) > 1:
+            return Support(f"{size} > 1 is not supported")
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) > 1:
+        return Support(f"models with {len(groups)} KV cache groups (mixed attention) are not supported yet")
+    if not full_attention_only(groups[0].kv_cache_spec):
+        return Support(f"{type(groups[0].kv_cache_spec).__name__} is not supported yet: only full attention and MLA")
+    return Support()
+
+
+def hash_bytes(vllm_config: Any) -> int:
+    """Length of one block hash in bytes under the configured algorithm."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    return len(get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)(b""))
+
+
+def pool_hash(block_hash: bytes, group: int) -> bytes:
+    """A block's hash as vLLM's block pool stores it for one cache group."""
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+    return make_block_hash_with_group_id(block_hash, group)  # type: ignore[arg-type]
+
+
+def drops_last_hit_block(vllm_config: Any) -> bool:
+    """EAGLE and MTP heads need the last hit block's hidden states recomputed; vLLM drops it from its own hits too."""
+    spec = vllm_config.speculative_config
+    if spec is None:
+        return False
+    drops = getattr(spec, "use_eagle_block_drop", spec.use_eagle)
+    return bool(drops())
+
+
+def worker_rank() -> tuple[int, int]:
+    """(pipeline rank, tensor rank) of this worker, as vLLM keys handshake metadata."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return get_pp_group().rank_in_group, get_tp_group().rank_in_group

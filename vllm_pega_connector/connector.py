@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PegaConnector: vLLM's KV connector interface, answered by `scheduler.py` or `worker.py`, whichever side this is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from vllm_pega_connector import compat
+from vllm_pega_connector.config import PegaConfig
+from vllm_pega_connector.guard import guarded, logger
+from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata
+from vllm_pega_connector.metrics import PegaPromMetrics, PegaStats
+from vllm_pega_connector.scheduler import PegaScheduler
+from vllm_pega_connector.worker import PegaWorker
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class PegaConnector(KVConnectorBase_V1, SupportsHMA):
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        config = PegaConfig.from_extra_config(transfer.kv_connector_extra_config)
+        self._scheduler: PegaScheduler | None = None
+        self._worker: PegaWorker | None = None
+        support = compat.check_support(vllm_config, kv_cache_config)
+        if not support:
+            if role == KVConnectorRole.SCHEDULER:
+                logger.warning("PegaConnector is off: %s. Serving goes on without it.", support.reason)
+        elif role == KVConnectorRole.SCHEDULER:
+            if transfer.kv_load_failure_policy != "recompute":
+                logger.warning(
+                    'PegaConnector: kv_load_failure_policy is "%s", so a failed load fails its request; set it to '
+                    '"recompute" in --kv-transfer-config',
+                    transfer.kv_load_failure_policy,
+                )
+            self._scheduler = PegaScheduler(
+                vllm_config, kv_cache_config, config, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer
+            )
+        else:
+            self._worker = PegaWorker(vllm_config, kv_cache_config, config)
+
+    # --- worker side ---
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> PegaHandshake | None:
+        return self._worker.handshake if self._worker is not None else None
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._hand_over(connector_metadata)
+
+    @guarded(lambda: None)
+    def _hand_over(self, metadata: KVConnectorMetadata) -> None:
+        # The one hand-over point: it comes every step, after block zeroing and before the forward.
+        if self._worker is not None and isinstance(metadata, PegaMetadata):
+            self._worker.hand_over(metadata)
+
+    @guarded(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        received = self._worker.take_received() if self._worker is not None else set()
+        return None, received or None
+
+    @guarded(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_bad_blocks() if self._worker is not None else set()
+
+    @guarded(lambda: None)
+    def build_connector_worker_meta(self) -> PegaWorkerMetadata | None:
+        return self._worker.take_ended() if self._worker is not None else None
+
+    # Saves and loads are asynchronous and per block, so vLLM's per-layer hooks have nothing to do.
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        return
+
+    # --- scheduler side ---
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a lost save is only a later miss
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        if self._scheduler is not None:
+            self._scheduler.set_workers(metadata)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind_block_pool(gpu_block_pool)
+
+    @guarded(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.match(request, num_computed_tokens) if self._scheduler is not None else (0, False)
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        # Not guarded: if a load that vLLM now counts on could not be noted, its request would wait for ever.
+        if self._scheduler is not None:
+            self._scheduler.after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+
+    @guarded(PegaMetadata)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PegaMetadata:
+        return self._scheduler.build_metadata(scheduler_output) if self._scheduler is not None else PegaMetadata()
+
+    @guarded(lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        metadata = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(metadata, PegaWorkerMetadata):
+            self._scheduler.update(metadata)
+
+    @guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request, block_ids)
+        return False, None
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @guarded(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_saves()
+
+    @guarded(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_saves()
+
+    @guarded(lambda: False)
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset() if self._scheduler is not None else True
+
+    # --- both ---
+
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> PegaStats | None:
+        if self._worker is not None:
+            return self._worker.take_stats()
+        if self._scheduler is not None:
+            return self._scheduler.take_stats()
+        return None
+
+    @classmethod
+    @guarded(lambda: None)
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PegaStats | None:
+        return PegaStats(data=data) if data else PegaStats.empty()
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> PegaPromMetrics:
+        return PegaPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+        self._scheduler = None
