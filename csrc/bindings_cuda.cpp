@@ -12,7 +12,6 @@
 #include "cuda_device.h"
 #include "fake_driver.h"
 
-namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace pega {
@@ -65,7 +64,7 @@ nb::dict limits(const CudaDevice& device) {
 }
 
 nb::dict stats(const CudaDevice& device, const std::string& direction) {
-  const CudaStats seen = device.stats(direction_from(direction));
+  const CudaStats seen = device.stats(parse_direction(direction));
   nb::dict out, chunks;
   for (int b = 1; b < kBackends; ++b) chunks[to_string(static_cast<Backend>(b))] = seen.chunks[b];
   out["chunks"] = chunks;
@@ -88,7 +87,7 @@ void copy(CudaDevice& device, const std::string& direction, const std::string& b
     ranges[i] = {rows.data()[3 * i], rows.data()[3 * i + 1], rows.data()[3 * i + 2]};
     total += ranges[i].bytes;
   }
-  const Chunk chunk{direction_from(direction), backend_from(backend), ranges.data(), ranges.size(),
+  const Chunk chunk{parse_direction(direction), parse_backend(backend), ranges.data(), ranges.size(),
                     total, grid, inflight_slot};
   nb::gil_scoped_release release;
   const Ticket ticket = device.submit(chunk);
@@ -106,6 +105,7 @@ void bind_cuda(nb::module_& m) {
   nb::class_<FakeDriver>(m, "FakeDriver")
       .def(nb::init<uint64_t, uint32_t>(), "seed"_a, "eagerness"_a = 3)
       .def("fail", &FakeDriver::fail, "nth"_a, "result"_a)
+      .def("fail_from", &FakeDriver::fail_from, "nth"_a, "result"_a)
       .def("settle", &FakeDriver::settle)
       .def("allocate", &FakeDriver::allocate, "nbytes"_a)
       .def("view",
@@ -129,7 +129,7 @@ void bind_cuda(nb::module_& m) {
       .def_prop_ro("name", [](const CudaDevice& device) { return std::string(device.name()); })
       .def_prop_ro("limits", &limits)
       .def_prop_ro("last_error", &CudaDevice::last_error)
-      .def("healthy", [](const CudaDevice& d, const std::string& direction) { return d.healthy(direction_from(direction)); },
+      .def("healthy", [](const CudaDevice& d, const std::string& direction) { return d.healthy(parse_direction(direction)); },
            "direction"_a)
       .def("stats", &stats, "direction"_a)
       .def("copy", &copy, "direction"_a, "backend"_a, "ranges"_a, "grid"_a = 8, "inflight_slot"_a = 0);

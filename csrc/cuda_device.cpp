@@ -139,7 +139,7 @@ void CudaDevice::require(const char* call, CuResult result) const {
 
 bool CudaDevice::succeeded(const char* call, CuResult result) {
   if (result == kCuSuccess) return true;
-  note_error(describe(cu_, call, result));
+  if (!dead_) note_error(describe(cu_, call, result));  // what follows the end of the device is no news
   if (is_sticky(result)) dead_ = true;
   return false;
 }
@@ -191,7 +191,7 @@ DeviceLimits CudaDevice::limits() const {
 }
 
 EventId CudaDevice::record_event(uint64_t stream) {
-  if (dead_) throw std::runtime_error("the CUDA device is disabled: " + last_error());
+  if (dead_ || disabled_) throw std::runtime_error("the CUDA device is disabled: " + last_error());
   uint32_t index;
   {
     std::lock_guard<std::mutex> lock(events_mutex_);
@@ -251,7 +251,7 @@ Ticket CudaDevice::submit(const Chunk& chunk) {
   seen.outstanding_bytes += chunk.bytes;
   seen.peak_outstanding_bytes = std::max(seen.peak_outstanding_bytes, seen.outstanding_bytes);
   op.phase = Phase::kRefused;
-  if (!dead_ && enter() && !start(op) && op.phase != Phase::kRefused) op.phase = Phase::kDraining;
+  if (!dead_ && !disabled_ && enter() && !start(op) && op.phase != Phase::kRefused) op.phase = Phase::kDraining;
   return op.ticket;
 }
 
@@ -469,12 +469,18 @@ bool CudaDevice::drained(Operation& op) {
   return true;
 }
 
-// After too many failures in a row the device is lost. Synchronising leaves nothing in flight: it waits for what
-// still runs, or reports that the context, and all work with it, has ended.
+// After too many failures in a row the device takes no more work, and waiting for the streams tells whether what
+// was submitted has ended: by itself or with the context. If not even that works, the chunk stays pending: memory
+// that it may still touch must not be handed on.
 void CudaDevice::give_up(Operation& op) {
-  if (dead_ || ++op.failed_polls < kMaxFailedPolls) return;
+  if (++op.failed_polls < kMaxFailedPolls) return;
+  op.failed_polls = 0;
+  disabled_ = true;
   for (Lane& lane : lanes_) {
-    for (CuStream stream : {lane.dma, lane.kernel}) cu_.cuStreamSynchronize(stream);
+    for (CuStream stream : {lane.dma, lane.kernel}) {
+      const CuResult result = cu_.cuStreamSynchronize(stream);
+      if (result != kCuSuccess && !is_sticky(result)) return;
+    }
   }
   dead_ = true;
 }

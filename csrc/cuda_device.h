@@ -61,7 +61,7 @@ class CudaDevice : public Device {
   Ticket submit(const Chunk& chunk) override;
   Progress poll(Ticket ticket) override;
   std::string last_error() const override;
-  bool healthy(Direction) const override { return !dead_; }
+  bool healthy(Direction) const override { return !dead_ && !disabled_; }
   void relax(std::chrono::microseconds) override {}
 
   CudaStats stats(Direction direction) const { return stats_[static_cast<int>(direction)]; }
@@ -159,7 +159,8 @@ class CudaDevice : public Device {
   std::vector<CuEvent> events_;
   std::vector<uint32_t> free_events_;
 
-  std::atomic<bool> dead_{false};
+  std::atomic<bool> disabled_{false};  // takes no more work
+  std::atomic<bool> dead_{false};      // and nothing of it runs any more: the context has ended
   mutable std::mutex error_mutex_;
   std::string error_;
 };

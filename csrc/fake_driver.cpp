@@ -45,7 +45,8 @@ uint64_t FakeDriver::live() const {
 CuResult FakeDriver::enter(const char* name) {
   ++calls_;
   if (broken_) return broken_;
-  if (calls_ == fail_at_) {
+  const bool wait = fail_to_ > fail_from_ && std::string(name) == "cuStreamSynchronize";
+  if (calls_ >= fail_from_ && calls_ <= fail_to_ && !wait) {
     last_failed_ = name;
     if (is_sticky(failure_)) {
       broken_ = failure_;

@@ -30,7 +30,9 @@ class FakeDriver {
   std::shared_ptr<const CudaDriver> table() const { return table_; }
 
   // The n-th call from now (1 = the next) returns `result` and does nothing. A sticky result ends the context.
-  void fail(uint64_t nth, CuResult result) { fail_at_ = calls_ + nth, failure_ = result; }
+  void fail(uint64_t nth, CuResult result) { fail_from_ = fail_to_ = calls_ + nth, failure_ = result; }
+  // So does every call after it, but for cuStreamSynchronize.
+  void fail_from(uint64_t nth, CuResult result) { fail(nth, result), fail_to_ = UINT64_MAX; }
   uint64_t calls() const { return calls_; }
   std::string last_failed() const { return last_failed_; }
   // Objects that were created and not destroyed, contexts included; registrations too.
@@ -82,7 +84,7 @@ class FakeDriver {
   std::shared_ptr<CudaDriver> table_;
   std::mt19937_64 random_;
   uint32_t eagerness_;
-  uint64_t calls_ = 0, fail_at_ = 0;
+  uint64_t calls_ = 0, fail_from_ = UINT64_MAX, fail_to_ = 0;
   CuResult failure_ = 0, broken_ = 0;
   std::string last_failed_;
   std::vector<std::string> violations_;

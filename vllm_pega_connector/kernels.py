@@ -31,8 +31,15 @@ def cache_dir() -> Path:
     return Path(root) / "vllm_pega_connector" / "kernels"
 
 
+def compile_cubin(ordinal: int) -> bytes:
+    """The copy kernels for the GPU that CUDA calls `ordinal` in this process. Raises as `load_cubin`."""
+    from vllm_pega_connector import _native
+
+    return load_cubin(_native.cuda_architecture(ordinal))
+
+
 def load_cubin(architecture: int, cache: Path | None = None) -> bytes:
-    """The copy kernels for compute capability `architecture` (90 = 9.0), compiled or from the cache.
+    """The copy kernels for compute capability `architecture` (90 = 9.0), from the cache or compiled (seconds).
 
     The cache's key is the content of all that decides the result; a cache that cannot be read or written is not
     an error. Raises RuntimeError, with what to install, when NVRTC is missing or refuses.
