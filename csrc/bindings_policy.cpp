@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <nanobind/stl/string.h>
 
+#include <array>
 #include <stdexcept>
 
 #include "bindings.h"
@@ -30,17 +31,21 @@ void each(const nb::dict& from, const char* key, Visit visit) {
   for (nb::handle row : rows) visit(nb::cast<nb::dict>(row));
 }
 
+void read_by_backend(const nb::dict& from, const char* key, std::array<double, kBackends>* to) {
+  const nb::object values = child(from, key);
+  if (values.is_none()) return;
+  const auto by_backend = nb::cast<nb::dict>(values);
+  for (auto [backend, value] : by_backend) {
+    const auto name = nb::cast<std::string>(backend);
+    read(by_backend, name.c_str(), &(*to)[static_cast<int>(parse_backend(name))]);
+  }
+}
+
 DirectionProfile read_direction(const nb::dict& from) {
   DirectionProfile d;
   read(from, "contiguous_gib_per_s", &d.contiguous_gib_per_s);
-  const nb::object costs = child(from, "submit_us_per_range");
-  if (!costs.is_none()) {
-    const auto by_backend = nb::cast<nb::dict>(costs);
-    for (auto [backend, cost] : by_backend) {
-      const auto name = nb::cast<std::string>(backend);
-      read(by_backend, name.c_str(), &d.submit_us_per_range[static_cast<int>(parse_backend(name))]);
-    }
-  }
+  read_by_backend(from, "submit_us_per_range", &d.submit_us_per_range);
+  read_by_backend(from, "latency_us", &d.latency_us);
   each(from, "curve", [&](const nb::dict& row) {
     CurvePoint p{};
     std::string backend;
@@ -49,6 +54,8 @@ DirectionProfile read_direction(const nb::dict& from) {
     read(row, "grid", &p.grid);
     read(row, "range_bytes", &p.range_bytes);
     read(row, "gib_per_s", &p.gib_per_s);
+    read(row, "chunk_descriptors", &p.chunk_descriptors);
+    read(row, "chunk_bytes", &p.chunk_bytes);
     d.curve.push_back(p);
   });
   each(from, "interference", [&](const nb::dict& row) {
@@ -59,6 +66,8 @@ DirectionProfile read_direction(const nb::dict& from) {
     read(row, "grid", &p.grid);
     read(row, "chunk_descriptors", &p.chunk_descriptors);
     read(row, "p99_growth", &p.p99_growth);
+    read(row, "chunk_bytes", &p.chunk_bytes);
+    read(row, "range_bytes", &p.range_bytes);
     d.interference.push_back(p);
   });
   return d;
