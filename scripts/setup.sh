@@ -45,8 +45,8 @@ step() {
   [ ! -t 1 ] || printf '\r  %-52s' "$name"
   if [ "$rc" -ne 0 ]; then
     say " FAILED after $((SECONDS - start)) s"
-    say "" "The end of $LOG:" >&2
-    tail -n 25 "$LOG" | sed 's/^/    /' >&2
+    say "The end of $LOG:" >&2
+    tail -n 40 "$LOG" | sed 's/^/    /' >&2
     die "What to do: $advice Then run the same command again: what is done is kept."
   fi
   printf '%5d s\n' $((SECONDS - start))
@@ -180,7 +180,7 @@ build_native() {
 check_native() { (cd .cache && ../"$VENV"/bin/python -c 'import vllm_pega_connector._native as n; print(n.__file__)'); }
 
 setup_native() {
-  step "Native engine (csrc/)" "mend the compiler's complaint above." build_native
+  step "Native engine (csrc/)" "mend what the compiler or pip complains of above." build_native
   step "Check: the native engine loads" "read the log." check_native
 }
 

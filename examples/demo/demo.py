@@ -21,8 +21,8 @@ from rich.table import Table
 from server import Answer, Server, ServerError, serve
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-from support.tiny_model import random_prompt  # noqa: E402
+sys.path.insert(0, str(ROOT))
+from tests.support.tiny_model import random_prompt  # noqa: E402
 
 # 20 million parameters: large enough for two cores to take about a second over a prompt, so that a hit shows.
 MODEL_SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "kv-heads": 4}
