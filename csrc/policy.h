@@ -11,8 +11,8 @@
 
 namespace pega {
 
-// A setting is what a measurement was made with: backend, grid, chunk. In each, 0 means the backend's default.
-// Auto only ever chooses settings that a profile holds numbers for.
+// A setting is what a measurement was made with: backend, grid, chunk. In each, 0 means the backend's
+// default. Auto only ever chooses settings that a profile holds numbers for.
 
 // Measured throughput of one setting moving shuffled ranges of `range_bytes`.
 struct CurvePoint {
@@ -37,7 +37,7 @@ struct InterferencePoint {
 struct DirectionProfile {
   double contiguous_gib_per_s = 0;
   std::array<double, kBackends> submit_us_per_range{};  // calling cost of one range, microseconds
-  std::array<double, kBackends> latency_us{};           // smallest transfer, from submission to completion seen
+  std::array<double, kBackends> latency_us{};  // smallest transfer, from submission to completion seen
   std::vector<CurvePoint> curve;
   std::vector<InterferencePoint> interference;
 };

@@ -76,15 +76,35 @@ def plan(layouts: Sequence[GroupLayout], pool: HostPool, group_classes: Sequence
          max_range_bytes: int = 0) -> list[tuple[int, int, int]]:
     """The merged (device address, host address, bytes) ranges of `moves`, in host order; for tools and tests."""
 
-class Device: ...
+class Device:
+    """Serves one engine at a time."""
+    @property
+    def name(self) -> str: ...
 
 class HostDevice(Device):
     """Copies with `workers` threads; 'kernel' uses at most min(grid, workers)."""
     def __init__(self, workers: int = 2) -> None: ...
 
 class SimDevice(Device):
-    """Copies real memory, but when and in which order a seed decides; counts what it saw. Single-threaded."""
+    """Copies real memory, but when and in which order a seed decides; counts what it saw. Single-threaded.
+
+    Pairs are (load, save). `touching`: (device, host, bytes) that copies may still read or write. `violations`: what
+    the engine did against the device's contract, in words.
+    """
     def __init__(self, seed: int, max_delay_steps: int = 8, fail_rate: float = 0.0, break_rate: float = 0.0) -> None: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def max_grid(self) -> int: ...
+    @property
+    def live_events(self) -> int: ...
+    @property
+    def outstanding_bytes(self) -> tuple[int, int]: ...
+    @property
+    def max_outstanding_bytes(self) -> tuple[int, int]: ...
+    @property
+    def violations(self) -> list[str]: ...
+    def touching(self) -> list[tuple[int, int, int]]: ...
 
 class CudaDevice(Device):
     """`cubin`: compiled csrc/copy_kernels.cu. Uses the primary context of `ordinal`."""
@@ -108,10 +128,12 @@ class TransferEngine:
     """Moves blocks between a device and a host pool. One job = one direction, many (group, block, slot) moves.
 
     With threaded=False a test drives it by step(); otherwise a native thread does, which never takes the GIL.
+    With manual_clock (stepped only) time passes by step(advance_s) alone.
     """
     def __init__(self, device: Device, pool: HostPool, layouts: Sequence[GroupLayout], group_classes: Sequence[int],
                  profile: DeviceProfile, objective: str = "balanced", load_policy: Policy | None = None,
-                 save_policy: Policy | None = None, threaded: bool = True, queue_limit: int = 4096) -> None: ...
+                 save_policy: Policy | None = None, threaded: bool = True, queue_limit: int = 4096,
+                 manual_clock: bool = False) -> None: ...
     def record_event(self, stream: int = 0) -> int:
         """An event on the compute stream, to be given to submit() of any number of jobs, then release_event()."""
     def release_event(self, event: int) -> None:
@@ -119,13 +141,17 @@ class TransferEngine:
     def submit(self, job_id: int, direction: str, moves: Buffer, keys: Buffer = b"", event: int = 0,
                policy: Policy | None = None, objective: str = "", timeout_s: float = 30.0) -> bool:
         """Hands over a job: `moves` is C-contiguous uint32 [n, 3] of (group, block, slot) rows (array or its bytes);
-        `keys` n x key_bytes (<= 32) joined, for saves. False: queue full, nothing was taken.
-        Raises ValueError for ids out of range (checked here, once) or a job id still in flight."""
+        `keys` n x key_bytes (<= 32) joined. A save stores them in the slot table; a load that gives them fails
+        unless every slot holds its key, before and after. False: queue full, nothing was taken.
+        Raises ValueError for ids out of range (checked here, once), a job id still in flight, a slot twice in a job,
+        a block twice in a load, or a slot that a job not yet returned by poll() writes (or, for a save, reads);
+        RuntimeError once closed."""
     def cancel(self, job_id: int) -> bool:
         """Stops submitting; the job still ends exactly once, after what is in flight has drained."""
     def poll(self) -> list[JobResult]:
         """Jobs that ended since the last call; each exactly once."""
-    def step(self) -> bool: ...
+    def step(self, advance_s: float = 0.0) -> bool:
+        """One round of the state machine; True if anything moved. RuntimeError on a threaded engine."""
     @property
     def pending(self) -> int:
         """Jobs taken and not yet returned by poll()."""

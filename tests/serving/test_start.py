@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.engine import ROOT, model_path
+from tests.serving.engine import ROOT, model_path
 
 pytestmark = pytest.mark.vllm
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.engine import BLOCK, Ask, Engine, Running, references
+from tests.serving.engine import BLOCK, Ask, Engine, Running, references
 
 pytestmark = pytest.mark.vllm
 

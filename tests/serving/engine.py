@@ -86,7 +86,7 @@ class Reference:
         if self._process is None:
             read, write = os.pipe()
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            command = [sys.executable, "-m", "tests.vllm.engine", self._model, str(write)]
+            command = [sys.executable, "-m", "tests.serving.engine", self._model, str(write)]
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[write], text=True
             )

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target does its own set-up, once, in .venv; a second run is instant. PYTHON=... chooses the interpreter.
+
+BIN := .venv/bin
+ENV_READY := .venv/.env-ready
+NATIVE_READY := .venv/.native-ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup native test lint demo bench clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(NATIVE_READY)  ## Make .venv: torch and vLLM for CPU, tools, this project (minutes; needs network)
+
+$(ENV_READY): scripts/setup.sh pyproject.toml
+	@scripts/setup.sh env
+	@touch $@
+
+$(NATIVE_READY): $(ENV_READY) CMakeLists.txt $(wildcard csrc/*)
+	@scripts/setup.sh native
+	@touch $@
+
+native: $(ENV_READY)  ## Rebuild the native engine and install it into .venv
+	@scripts/setup.sh native
+	@touch $(NATIVE_READY)
+
+test: setup lint  ## Run everything that needs no GPU, as CI does (GPU tests are skipped where there is none)
+	$(BIN)/python -m pytest -rs
+
+lint: $(ENV_READY)  ## Check style and types: ruff, mypy, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
+
+demo: setup  ## Serve a tiny model through vLLM with the connector and show what came from where
+	$(BIN)/python examples/demo/demo.py
+
+bench: setup  ## Run the benchmarks that need no GPU
+	@for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:  ## Remove .venv, builds and caches
+	rm -rf .venv build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

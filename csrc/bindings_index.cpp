@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "bindings.h"
+#include "index.h"
+
+namespace pega {
+namespace {
+
+// A bytes object of n uint32, filled in place: one allocation and no copy for thousands of slots.
+template <typename Fill>
+nb::bytes make_slots(size_t n, Fill fill) {
+  nb::object out =
+      nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(n * sizeof(uint32_t))));
+  if (!out.is_valid()) throw nb::python_error();
+  fill(reinterpret_cast<uint32_t*>(PyBytes_AS_STRING(out.ptr())));
+  return nb::borrow<nb::bytes>(out);
+}
+
+struct Keys {
+  Keys(const SlotIndex& index, nb::handle joined, size_t start = 0)
+      : view(joined), count(count_keys(view, index.key_bytes())) {
+    if (start > count)
+      throw std::invalid_argument("start is " + std::to_string(start) + "; there are " +
+                                  std::to_string(count) + " keys");
+    data = static_cast<const uint8_t*>(view.data()) + start * index.key_bytes();
+    count -= start;
+  }
+  BufferView view;
+  size_t count;
+  const uint8_t* data;
+};
+
+struct Slots {
+  explicit Slots(nb::handle bytes) {
+    const BufferView view(bytes);
+    if (view.nbytes() % sizeof(uint32_t) != 0)
+      throw std::invalid_argument("slots must be the bytes of uint32; " + std::to_string(view.nbytes()) +
+                                  " bytes are not");
+    ids.resize(view.nbytes() / sizeof(uint32_t));
+    if (!ids.empty()) std::memcpy(ids.data(), view.data(), view.nbytes());  // any alignment
+  }
+  std::vector<uint32_t> ids;
+};
+
+}  // namespace
+
+void bind_index(nb::module_& m) {
+  nb::class_<SlotIndex>(m, "SlotIndex")
+      .def(nb::init<const std::vector<uint32_t>&, std::vector<uint32_t>, uint32_t>(),
+           nb::arg("slots_per_class"), nb::arg("group_classes"), nb::arg("key_bytes") = 32)
+      .def(
+          "match_and_pin",
+          [](SlotIndex& self, uint64_t group, nb::handle joined, size_t start) {
+            const Keys keys(self, joined, start);
+            size_t length = 0;
+            nb::bytes slots = make_slots(keys.count, [&](uint32_t* out) {
+              length = self.match_and_pin(group, keys.data, keys.count, out);
+            });
+            return length == keys.count ? slots : nb::bytes(slots.c_str(), length * sizeof(uint32_t));
+          },
+          nb::arg("group"), nb::arg("joined"), nb::arg("start") = 0)
+      .def(
+          "match",
+          [](SlotIndex& self, uint64_t group, nb::handle joined, size_t start) {
+            const Keys keys(self, joined, start);
+            return self.match(group, keys.data, keys.count);
+          },
+          nb::arg("group"), nb::arg("joined"), nb::arg("start") = 0)
+      .def(
+          "contains",
+          [](SlotIndex& self, uint64_t group, nb::handle joined) {
+            const Keys keys(self, joined);
+            std::vector<SlotIndex::Presence> out(keys.count);
+            self.contains(group, keys.data, keys.count, out.data());
+            return nb::bytes(reinterpret_cast<const char*>(out.data()), out.size());
+          },
+          nb::arg("group"), nb::arg("joined"))
+      .def(
+          "pin",
+          [](SlotIndex& self, uint64_t group, nb::handle joined) {
+            const Keys keys(self, joined);
+            return make_slots(keys.count,
+                              [&](uint32_t* out) { self.pin(group, keys.data, keys.count, out); });
+          },
+          nb::arg("group"), nb::arg("joined"))
+      .def(
+          "unpin",
+          [](SlotIndex& self, uint64_t group, nb::handle slots) {
+            const Slots s(slots);
+            self.unpin(group, s.ids.data(), s.ids.size());
+          },
+          nb::arg("group"), nb::arg("slots"))
+      .def(
+          "reserve",
+          [](SlotIndex& self, uint64_t group, nb::handle joined, int64_t near) {
+            const Keys keys(self, joined);
+            return make_slots(keys.count,
+                              [&](uint32_t* out) { self.reserve(group, keys.data, keys.count, near, out); });
+          },
+          nb::arg("group"), nb::arg("joined"), nb::arg("near") = -1)
+      .def(
+          "publish",
+          [](SlotIndex& self, uint64_t group, nb::handle slots) {
+            const Slots s(slots);
+            self.publish(group, s.ids.data(), s.ids.size());
+          },
+          nb::arg("group"), nb::arg("slots"))
+      .def(
+          "abandon",
+          [](SlotIndex& self, uint64_t group, nb::handle slots) {
+            const Slots s(slots);
+            self.abandon(group, s.ids.data(), s.ids.size());
+          },
+          nb::arg("group"), nb::arg("slots"))
+      .def("reset", &SlotIndex::reset)
+      .def_prop_ro("version", &SlotIndex::version)
+      .def_prop_ro("evictions", &SlotIndex::evictions)
+      .def(
+          "counts",
+          [](const SlotIndex& self, uint64_t slot_class) {
+            const SlotIndex::Counts c = self.counts(slot_class);
+            nb::dict out;
+            out["free"] = c.free;
+            out["reserved"] = c.reserved;
+            out["ready"] = c.ready;
+            out["pinned"] = c.pinned;
+            out["total"] = c.total;
+            return out;
+          },
+          nb::arg("slot_class") = 0);
+}
+
+}  // namespace pega

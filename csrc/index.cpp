@@ -1,0 +1,445 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace pega {
+namespace {
+
+// Keys looked up together: enough to hide the latency of memory, few enough to stay in the first-level cache.
+constexpr size_t kBatch = 16;
+
+// Free runs looked at before a search settles for a shorter one: in a pool in splinters a whole scan would
+// cost the scheduler milliseconds.
+constexpr int kScanRuns = 1024;
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+std::string name(uint64_t group, uint32_t slot) {
+  return "slot " + std::to_string(slot) + " (group " + std::to_string(group) + ")";
+}
+
+}  // namespace
+
+SlotIndex::SlotIndex(const std::vector<uint32_t>& slots_per_class, std::vector<uint32_t> group_classes,
+                     uint32_t key_bytes)
+    : group_classes_(std::move(group_classes)), key_bytes_(key_bytes) {
+  if (key_bytes < 1 || key_bytes > kMaxKeyBytes)
+    refuse("key_bytes is " + std::to_string(key_bytes) + "; allowed: 1 to 32");
+  if (slots_per_class.empty() || group_classes_.empty())
+    refuse("an index needs at least one class and one group");
+  uint64_t total = 0;
+  for (const uint32_t slots : slots_per_class) {
+    if (slots == 0) refuse("a slot class has no slots");
+    Class c;
+    c.first = static_cast<uint32_t>(total);
+    c.slots = slots;
+    c.free_bits.assign((uint64_t{slots} + 63) / 64, ~uint64_t{0});
+    if (slots % 64 != 0) c.free_bits.back() = (uint64_t{1} << (slots % 64)) - 1;
+    c.counts.free = c.counts.total = slots;
+    classes_.push_back(std::move(c));
+    total += slots;
+    if (total >= (uint64_t{1} << 31)) refuse("an index holds at most 2^31 - 1 slots");
+  }
+  for (const uint32_t c : group_classes_) {
+    if (c >= classes_.size())
+      refuse("group class " + std::to_string(c) + "; there are " + std::to_string(classes_.size()) +
+             " classes");
+  }
+  nodes_.resize(total);
+  links_.resize(total, {kNoSlot, kNoSlot});
+  uint64_t cells = 16;
+  while (cells < 2 * total) cells *= 2;  // at most half full: probes stay short
+  cells_.resize(cells, {kNoSlot, 0});
+  mask_ = cells - 1;
+}
+
+SlotIndex::Class& SlotIndex::class_of(uint64_t group) {
+  if (group >= group_classes_.size())
+    refuse("group " + std::to_string(group) + "; there are " + std::to_string(group_classes_.size()));
+  return classes_[group_classes_[group]];
+}
+
+// --- the map
+// -------------------------------------------------------------------------------------------------------
+
+// Keys are hashes already; this only folds them, so that no choice of key bytes makes all of them collide.
+uint64_t SlotIndex::hash(uint64_t group, const uint8_t* key) const {
+  uint64_t words[kMaxKeyBytes / 8] = {};
+  std::memcpy(words, key, key_bytes_);
+  uint64_t h = group + 1;
+  for (const uint64_t w : words) {
+    h = (h ^ w) * 0x9e3779b97f4a7c15;
+    h ^= h >> 32;
+  }
+  return h;
+}
+
+uint32_t SlotIndex::find(uint64_t h, uint64_t group, const uint8_t* key) const {
+  for (uint64_t i = h & mask_;; i = (i + 1) & mask_) {
+    const Cell& cell = cells_[i];
+    if (cell.node == kNoSlot) return kNoSlot;
+    if (cell.tag != static_cast<uint32_t>(h >> 32)) continue;
+    const Node& node = nodes_[cell.node];
+    if (node.group == group && std::memcmp(node.key, key, key_bytes_) == 0) return cell.node;
+  }
+}
+
+// Calls visit(i, node or kNoSlot) for each key until it returns false. A million slots do not fit a cache:
+// fetch the cells of a batch, then the nodes they name, then compare.
+template <typename Visit>
+void SlotIndex::look_up(uint64_t group, const uint8_t* keys, size_t n, Visit visit) {
+  uint64_t hashes[kBatch];
+  for (size_t start = 0; start < n; start += kBatch) {
+    const size_t batch = std::min(kBatch, n - start);
+    for (size_t i = 0; i < batch; ++i) {
+      hashes[i] = hash(group, keys + (start + i) * key_bytes_);
+      __builtin_prefetch(&cells_[hashes[i] & mask_]);
+    }
+    for (size_t i = 0; i < batch; ++i) {
+      const uint32_t node = cells_[hashes[i] & mask_].node;
+      if (node == kNoSlot) continue;
+      __builtin_prefetch(&nodes_[node]);
+      __builtin_prefetch(&links_[node]);
+    }
+    for (size_t i = 0; i < batch; ++i) {
+      if (!visit(start + i, find(hashes[i], group, keys + (start + i) * key_bytes_))) return;
+    }
+  }
+}
+
+void SlotIndex::insert(uint32_t n) {
+  const uint64_t h = hash(nodes_[n].group, nodes_[n].key);
+  uint64_t i = h & mask_;
+  while (cells_[i].node != kNoSlot) i = (i + 1) & mask_;
+  cells_[i] = {n, static_cast<uint32_t>(h >> 32)};
+}
+
+// Backward shift: no tombstones, so lookups never grow slower.
+void SlotIndex::remove(uint32_t n) {
+  uint64_t i = hash(nodes_[n].group, nodes_[n].key) & mask_;
+  while (cells_[i].node != n) i = (i + 1) & mask_;
+  for (uint64_t j = (i + 1) & mask_; cells_[j].node != kNoSlot; j = (j + 1) & mask_) {
+    const uint64_t home = hash(nodes_[cells_[j].node].group, nodes_[cells_[j].node].key) & mask_;
+    if (((j - home) & mask_) < ((j - i) & mask_)) continue;  // it may not lie before its home
+    cells_[i] = cells_[j];
+    i = j;
+  }
+  cells_[i].node = kNoSlot;
+}
+
+// --- recency and pins
+// ----------------------------------------------------------------------------------------------
+
+void SlotIndex::link_newest(Class& c, uint32_t n) {
+  links_[n] = {c.newest, kNoSlot};
+  (c.newest == kNoSlot ? c.oldest : links_[c.newest].newer) = n;
+  c.newest = n;
+}
+
+void SlotIndex::unlink(Class& c, uint32_t n) {
+  const Link link = links_[n];
+  (link.older == kNoSlot ? c.oldest : links_[link.older].newer) = link.newer;
+  (link.newer == kNoSlot ? c.newest : links_[link.newer].older) = link.older;
+}
+
+void SlotIndex::take_pin(Class& c, uint32_t n) {
+  if (nodes_[n].pins == UINT32_MAX) refuse("a slot has 2^32 - 1 pins");
+  if (nodes_[n].pins++ != 0) return;
+  unlink(c, n);
+  ++c.counts.pinned;
+}
+
+size_t SlotIndex::match_and_pin(uint64_t group, const uint8_t* keys, size_t n, uint32_t* slots) {
+  Class& c = class_of(group);
+  size_t length = 0;
+  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+    if (node == kNoSlot || nodes_[node].state != State::kReady) return false;
+    take_pin(c, node);
+    slots[i] = node - c.first;
+    length = i + 1;
+    return true;
+  });
+  return length;
+}
+
+size_t SlotIndex::match(uint64_t group, const uint8_t* keys, size_t n) {
+  class_of(group);
+  size_t length = 0;
+  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+    if (node == kNoSlot || nodes_[node].state != State::kReady) return false;
+    length = i + 1;
+    return true;
+  });
+  return length;
+}
+
+void SlotIndex::contains(uint64_t group, const uint8_t* keys, size_t n, Presence* out) {
+  class_of(group);
+  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+    out[i] = node == kNoSlot                          ? Presence::kAbsent
+             : nodes_[node].state == State::kReserved ? Presence::kReserved
+                                                      : Presence::kReady;
+    return true;
+  });
+}
+
+void SlotIndex::pin(uint64_t group, const uint8_t* keys, size_t n, uint32_t* slots) {
+  Class& c = class_of(group);
+  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+    if (node == kNoSlot || nodes_[node].state != State::kReady)
+      refuse("key " + std::to_string(i) + " of " + std::to_string(n) + " is not ready; nothing was pinned");
+    slots[i] = node - c.first;
+    return true;
+  });
+  for (size_t i = 0; i < n; ++i) take_pin(c, c.first + slots[i]);
+}
+
+uint32_t SlotIndex::checked(const Class& c, uint64_t group, uint32_t slot) const {
+  if (slot >= c.slots)
+    refuse(name(group, slot) + " does not exist; its class has " + std::to_string(c.slots));
+  const Node& node = nodes_[c.first + slot];
+  if (node.state == State::kFree) refuse(name(group, slot) + " is free");
+  if (node.group != group) refuse(name(group, slot) + " belongs to group " + std::to_string(node.group));
+  return c.first + slot;
+}
+
+void SlotIndex::unpin(uint64_t group, const uint32_t* slots, size_t n) {
+  Class& c = class_of(group);
+  size_t i = 0;
+  try {
+    for (; i < n; ++i) {
+      Node& node = nodes_[checked(c, group, slots[i])];
+      if (node.pins == 0) refuse(name(group, slots[i]) + " is not pinned (that often)");
+      --node.pins;
+    }
+  } catch (...) {
+    while (i-- > 0) ++nodes_[c.first + slots[i]].pins;
+    throw;
+  }
+  for (i = n; i-- > 0;) {
+    const uint32_t node = c.first + slots[i];
+    if (nodes_[node].pins != 0 || nodes_[node].marked) continue;  // marked: named twice, done already
+    nodes_[node].marked = true;
+    --c.counts.pinned;
+    if (nodes_[node].state == State::kReady) {
+      link_newest(c, node);
+    } else {
+      --c.counts.ready;
+      set_free(c, node);
+    }
+  }
+  for (i = 0; i < n; ++i) nodes_[c.first + slots[i]].marked = false;
+}
+
+// --- taking and freeing slots
+// --------------------------------------------------------------------------------------
+
+// The caller has taken the node out of the map, the LRU list and its count.
+void SlotIndex::set_free(Class& c, uint32_t n) {
+  const uint32_t slot = n - c.first;
+  nodes_[n].state = State::kFree;
+  c.free_bits[slot / 64] |= uint64_t{1} << (slot % 64);
+  ++c.counts.free;
+}
+
+void SlotIndex::forget_ready(Class& c, uint32_t n) {
+  remove(n);
+  ++version_;
+  if (nodes_[n].pins != 0) {
+    nodes_[n].state = State::kReadyForgotten;
+    return;
+  }
+  unlink(c, n);
+  --c.counts.ready;
+  set_free(c, n);
+}
+
+// Evicts up to `wanted` of the oldest slots, but none that is marked.
+size_t SlotIndex::evict(Class& c, size_t wanted) {
+  size_t evicted = 0;
+  for (uint32_t n = c.oldest; n != kNoSlot && evicted < wanted;) {
+    const uint32_t next = links_[n].newer;
+    if (!nodes_[n].marked) {
+      forget_ready(c, n);
+      ++evicted;
+    }
+    n = next;
+  }
+  evictions_ += evicted;
+  return evicted;
+}
+
+// The first run of `length` free slots that begins at or after `from`; kNoSlot if there is none nearby.
+uint32_t SlotIndex::find_run(const Class& c, uint32_t from, uint32_t length) const {
+  const auto next = [&](uint32_t at, bool free) {  // the first slot from `at` on that is free, or that is not
+    for (uint32_t word = at / 64; word < c.free_bits.size(); ++word) {
+      uint64_t bits = free ? c.free_bits[word] : ~c.free_bits[word];
+      if (word == at / 64) bits &= ~uint64_t{0} << (at % 64);
+      if (bits != 0) return std::min<uint32_t>(c.slots, word * 64 + __builtin_ctzll(bits));
+    }
+    return c.slots;
+  };
+  uint32_t begin = next(from, true);
+  for (int runs = 0; begin < c.slots && runs < kScanRuns; ++runs) {
+    const uint32_t end = next(begin, false);
+    if (end - begin >= length) return begin;
+    begin = next(end, true);
+  }
+  return kNoSlot;
+}
+
+// Neighbouring slots merge into one range of bytes, so look for one run, then for two halves, and so on;
+// first right behind `near`. The caller made sure that `wanted` slots are free.
+void SlotIndex::allocate(Class& c, size_t wanted, int64_t near, std::vector<uint32_t>* slots) {
+  uint32_t at = near >= 0 && near + 1 < c.slots ? static_cast<uint32_t>(near + 1) : c.cursor;
+  const auto is_free = [&](uint32_t slot) { return (c.free_bits[slot / 64] >> (slot % 64) & 1) != 0; };
+  const auto take_run = [&] {
+    for (; at < c.slots && is_free(at) && wanted > 0; ++at, --wanted) {
+      c.free_bits[at / 64] &= ~(uint64_t{1} << (at % 64));
+      slots->push_back(at);
+    }
+  };
+  if (near >= 0 && near + 1 < c.slots) take_run();
+  for (uint32_t length = static_cast<uint32_t>(wanted); wanted > 0;) {
+    length = std::min(length, static_cast<uint32_t>(wanted));
+    uint32_t run = find_run(c, at < c.slots ? at : 0, length);
+    if (run == kNoSlot) run = find_run(c, 0, length);
+    if (run == kNoSlot) {
+      length /= 2;
+      continue;
+    }
+    at = run;
+    take_run();
+  }
+  c.cursor = at < c.slots ? at : 0;
+}
+
+void SlotIndex::reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t near, uint32_t* slots) {
+  Class& c = class_of(group);
+  if (near >= int64_t{c.slots})
+    refuse("near is " + std::to_string(near) + "; the class has " + std::to_string(c.slots));
+  // Keys of this very call are not to be evicted for each other.
+  std::vector<uint32_t> present;
+  size_t wanted = 0;
+  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+    slots[i] = kNoSlot;
+    if (node == kNoSlot) {
+      ++wanted;
+      return true;
+    }
+    nodes_[node].marked = true;
+    present.push_back(node);
+    slots[i] = kNoSlot - 1;  // present, until the second pass
+    return true;
+  });
+  const size_t room = static_cast<size_t>(c.counts.free);
+  size_t granted = std::min(wanted, room);
+  if (granted < wanted) granted += evict(c, wanted - granted);
+  for (const uint32_t node : present) nodes_[node].marked = false;
+
+  scratch_.clear();
+  allocate(c, granted, near, &scratch_);
+  size_t used = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const bool absent = slots[i] == kNoSlot;
+    slots[i] = kNoSlot;
+    const uint8_t* key = keys + i * key_bytes_;
+    // A key that the call names twice was absent twice: the second one finds the first.
+    if (!absent || used == granted || find(hash(group, key), group, key) != kNoSlot) continue;
+    const uint32_t slot = scratch_[used++];
+    Node& node = nodes_[c.first + slot];
+    node = {};
+    std::memcpy(node.key, key, key_bytes_);
+    node.group = static_cast<uint32_t>(group);
+    node.state = State::kReserved;
+    insert(c.first + slot);
+    slots[i] = slot;
+  }
+  for (size_t i = used; i < granted; ++i) c.free_bits[scratch_[i] / 64] |= uint64_t{1} << (scratch_[i] % 64);
+  c.counts.free -= used;
+  c.counts.reserved += used;
+}
+
+void SlotIndex::publish(uint64_t group, const uint32_t* slots, size_t n) {
+  Class& c = class_of(group);
+  size_t i = 0;
+  try {
+    for (; i < n; ++i) {
+      Node& node = nodes_[checked(c, group, slots[i])];
+      const bool reserved = node.state == State::kReserved || node.state == State::kReservedForgotten;
+      if (!reserved || node.marked) refuse(name(group, slots[i]) + " is not reserved, or is named twice");
+      node.marked = true;
+    }
+  } catch (...) {
+    while (i-- > 0) nodes_[c.first + slots[i]].marked = false;
+    throw;
+  }
+  for (i = n; i-- > 0;) {  // like unpin: the head of a run becomes the most recent
+    const uint32_t node = c.first + slots[i];
+    nodes_[node].marked = false;
+    --c.counts.reserved;
+    if (nodes_[node].state == State::kReservedForgotten) {
+      set_free(c, node);
+      continue;
+    }
+    nodes_[node].state = State::kReady;
+    ++c.counts.ready;
+    link_newest(c, node);
+  }
+  if (n != 0) ++version_;
+}
+
+void SlotIndex::abandon(uint64_t group, const uint32_t* slots, size_t n) {
+  Class& c = class_of(group);
+  size_t i = 0;
+  try {
+    for (; i < n; ++i) {
+      Node& node = nodes_[checked(c, group, slots[i])];
+      if (node.state == State::kReadyForgotten || node.marked)
+        refuse(name(group, slots[i]) + " is abandoned already");
+      node.marked = true;
+    }
+  } catch (...) {
+    while (i-- > 0) nodes_[c.first + slots[i]].marked = false;
+    throw;
+  }
+  for (i = 0; i < n; ++i) {
+    const uint32_t node = c.first + slots[i];
+    nodes_[node].marked = false;
+    if (nodes_[node].state == State::kReady) {
+      forget_ready(c, node);
+      continue;
+    }
+    if (nodes_[node].state == State::kReserved) remove(node);
+    --c.counts.reserved;
+    set_free(c, node);
+  }
+}
+
+bool SlotIndex::reset() {
+  for (Class& c : classes_) {
+    for (uint32_t n = c.first; n < c.first + c.slots; ++n) {
+      if (nodes_[n].state == State::kReady) {
+        forget_ready(c, n);
+      } else if (nodes_[n].state == State::kReserved) {
+        remove(n);
+        nodes_[n].state = State::kReservedForgotten;
+      }
+    }
+  }
+  ++version_;
+  return std::all_of(classes_.begin(), classes_.end(),
+                     [](const Class& c) { return c.counts.reserved == 0 && c.counts.pinned == 0; });
+}
+
+SlotIndex::Counts SlotIndex::counts(uint64_t slot_class) const {
+  if (slot_class >= classes_.size())
+    refuse("slot class " + std::to_string(slot_class) + "; there are " + std::to_string(classes_.size()));
+  return classes_[slot_class].counts;
+}
+
+}  // namespace pega
