@@ -45,11 +45,12 @@ int cuda_architecture(int ordinal) {
   return major * 10 + minor;
 }
 
-void construct(CudaDevice* self, int ordinal, const nb::bytes& cubin, uint64_t stage_bytes, uint32_t inflight_chunks,
-               uint32_t copies_per_slice, uint32_t slice_pause_us, FakeDriver* fake) {
+void construct(CudaDevice* self, int ordinal, const nb::bytes& cubin, uint64_t stage_bytes,
+               uint32_t inflight_chunks, uint32_t copies_per_slice, uint32_t slice_pause_us,
+               FakeDriver* fake) {
   const CudaOptions options{stage_bytes, inflight_chunks, copies_per_slice, slice_pause_us};
-  new (self) CudaDevice(fake ? fake->table() : load_cuda_driver(), ordinal, std::string(cubin.c_str(), cubin.size()),
-                        options);
+  new (self) CudaDevice(fake ? fake->table() : load_cuda_driver(), ordinal,
+                        std::string(cubin.c_str(), cubin.size()), options);
 }
 
 nb::dict limits(const CudaDevice& device) {
@@ -74,6 +75,7 @@ nb::dict stats(const CudaDevice& device, const std::string& direction) {
   out["max_copies_per_slice"] = seen.max_copies_per_slice;
   out["outstanding_bytes"] = seen.outstanding_bytes;
   out["peak_outstanding_bytes"] = seen.peak_outstanding_bytes;
+  out["submit_ns"] = seen.submit_ns;
   out["unstaged_chunks"] = seen.unstaged_chunks;
   return out;
 }
@@ -87,8 +89,13 @@ void copy(CudaDevice& device, const std::string& direction, const std::string& b
     ranges[i] = {rows.data()[3 * i], rows.data()[3 * i + 1], rows.data()[3 * i + 2]};
     total += ranges[i].bytes;
   }
-  const Chunk chunk{parse_direction(direction), parse_backend(backend), ranges.data(), ranges.size(),
-                    total, grid, inflight_slot};
+  const Chunk chunk{parse_direction(direction),
+                    parse_backend(backend),
+                    ranges.data(),
+                    ranges.size(),
+                    total,
+                    grid,
+                    inflight_slot};
   nb::gil_scoped_release release;
   const Ticket ticket = device.submit(chunk);
   Progress progress;
@@ -108,11 +115,13 @@ void bind_cuda(nb::module_& m) {
       .def("fail_from", &FakeDriver::fail_from, "nth"_a, "result"_a)
       .def("settle", &FakeDriver::settle)
       .def("allocate", &FakeDriver::allocate, "nbytes"_a)
-      .def("view",
-           [](FakeDriver& fake, uint64_t address, size_t nbytes) {
-             return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(fake.resolve(address, nbytes), {nbytes}, nb::find(fake));
-           },
-           "address"_a, "nbytes"_a)
+      .def(
+          "view",
+          [](FakeDriver& fake, uint64_t address, size_t nbytes) {
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(fake.resolve(address, nbytes), {nbytes},
+                                                                nb::find(fake));
+          },
+          "address"_a, "nbytes"_a)
       .def_prop_ro("calls", &FakeDriver::calls)
       .def_prop_ro("last_failed", &FakeDriver::last_failed)
       .def_prop_ro("live", &FakeDriver::live)
@@ -120,17 +129,23 @@ void bind_cuda(nb::module_& m) {
 
   const CudaOptions defaults;
   nb::class_<CudaDevice, Device>(m, "CudaDevice")
-      .def("__init__", &construct, "ordinal"_a, "cubin"_a, nb::kw_only(), "stage_bytes"_a = defaults.stage_bytes,
-           "inflight_chunks"_a = defaults.inflight_chunks, "copies_per_slice"_a = defaults.copies_per_slice,
-           "slice_pause_us"_a = defaults.slice_pause_us, "driver"_a = nb::none(), nb::keep_alive<1, 8>())
+      .def("__init__", &construct, "ordinal"_a, "cubin"_a, nb::kw_only(),
+           "stage_bytes"_a = defaults.stage_bytes, "inflight_chunks"_a = defaults.inflight_chunks,
+           "copies_per_slice"_a = defaults.copies_per_slice, "slice_pause_us"_a = defaults.slice_pause_us,
+           "driver"_a = nb::none(), nb::keep_alive<1, 8>())
       .def("register_host", &CudaDevice::register_host, "address"_a, "nbytes"_a,
            nb::call_guard<nb::gil_scoped_release>())
-      .def("unregister_host", &CudaDevice::unregister_host, "address"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("unregister_host", &CudaDevice::unregister_host, "address"_a,
+           nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("name", [](const CudaDevice& device) { return std::string(device.name()); })
       .def_prop_ro("limits", &limits)
       .def_prop_ro("last_error", &CudaDevice::last_error)
-      .def("healthy", [](const CudaDevice& d, const std::string& direction) { return d.healthy(parse_direction(direction)); },
-           "direction"_a)
+      .def(
+          "healthy",
+          [](const CudaDevice& d, const std::string& direction) {
+            return d.healthy(parse_direction(direction));
+          },
+          "direction"_a)
       .def("stats", &stats, "direction"_a)
       .def("copy", &copy, "direction"_a, "backend"_a, "ranges"_a, "grid"_a = 8, "inflight_slot"_a = 0);
 }

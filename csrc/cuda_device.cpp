@@ -15,10 +15,11 @@ constexpr uint32_t kMinPiece = 4 << 10;
 constexpr uint32_t kMaxSplitWarps = 2048;  // more warps than this gain nothing by smaller pieces
 constexpr uint32_t kMaxDescriptors = 64 << 10;
 constexpr uint64_t kMaxChunkBytes = 256 << 20;
-// A staged chunk pays one copy-engine command (2.6 us on an H200's host) per run of host memory; a run of 64 KiB
-// takes 1.3 us on PCIe 5. Where runs are shorter on average, the kernel writes host memory itself.
+// A staged chunk pays one copy-engine command (2.6 us on an H200's host) per run of host memory; a run of 64
+// KiB takes 1.3 us on PCIe 5. Where runs are shorter on average, the kernel writes host memory itself.
 constexpr uint64_t kMinStagedRun = 64 << 10;
-constexpr uint64_t kStageSlack = 64 << 10;  // each run keeps the alignment of its host address: < 16 bytes a run
+constexpr uint64_t kStageSlack =
+    64 << 10;  // each run keeps the alignment of its host address: < 16 bytes a run
 // Steps may overlap by a few, each with one event, while a job waits for its own.
 constexpr uint32_t kComputeEvents = 1024;
 // A driver call that fails once may work the next time; one that fails this often will not.
@@ -28,6 +29,11 @@ constexpr uint32_t kMaxFailedPolls = 64;
 constexpr uint64_t kSlotBits = 7;
 constexpr Ticket kRefusedTicket = (1 << (kSlotBits + 1)) - 1;
 
+uint64_t now_ns() {
+  return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch() /
+                               std::chrono::nanoseconds(1));
+}
+
 // Staged runs lie one behind the other, each on its host address' alignment so that wide copies stay wide.
 uint64_t place_run(uint64_t end, uint64_t host) { return end + ((host - end) & 15); }
 
@@ -36,10 +42,11 @@ uint64_t place_run(uint64_t end, uint64_t host) { return end + ((host - end) & 1
 CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, int ordinal, const std::string& cubin,
                        const CudaOptions& options)
     : driver_(std::move(driver)), cu_(*driver_), options_(options), host_(driver_) {
-  if (options.inflight_chunks < 1 || options.inflight_chunks >= (1u << kSlotBits) || options.stage_bytes < 1 ||
-      options.stage_bytes > kMaxChunkBytes || options.copies_per_slice < 1) {
-    throw std::invalid_argument("CudaDevice: inflight_chunks must be 1 to 127, stage_bytes 1 to 268435456, "
-                                "copies_per_slice at least 1");
+  if (options.inflight_chunks < 1 || options.inflight_chunks >= (1u << kSlotBits) ||
+      options.stage_bytes < 1 || options.stage_bytes > kMaxChunkBytes || options.copies_per_slice < 1) {
+    throw std::invalid_argument(
+        "CudaDevice: inflight_chunks must be 1 to 127, stage_bytes 1 to 268435456, "
+        "copies_per_slice at least 1");
   }
   int count = 0;
   require("cuDeviceGetCount", cu_.cuDeviceGetCount(&count));
@@ -71,7 +78,8 @@ void CudaDevice::create(const std::string& cubin) {
           cu_.cuDeviceGetAttribute(&multiprocessors, kCuAttributeMultiprocessors, device_));
   max_grid_ = std::max(1, multiprocessors) * (2048 / kThreads);  // as many as could ever be resident
   require("cuModuleLoadData", cu_.cuModuleLoadData(&module_, cubin.data()));
-  const uint64_t list_length = kMaxDescriptors + std::max<uint64_t>(kMaxSplitWarps, kMaxChunkBytes / kMaxPiece) +
+  const uint64_t list_length = kMaxDescriptors +
+                               std::max<uint64_t>(kMaxSplitWarps, kMaxChunkBytes / kMaxPiece) +
                                uint64_t{max_grid_} * kWarpsPerBlock + 64;
   for (int d = 0; d < kDirections; ++d) {
     Lane& lane = lanes_[d];
@@ -240,7 +248,8 @@ Ticket CudaDevice::submit(const Chunk& chunk) {
   }
   Operation& op = operations[chunk.inflight_slot];
   op.chunk = chunk;
-  op.ticket = ++tickets_ << (kSlotBits + 1) | static_cast<uint64_t>(chunk.direction) << kSlotBits | chunk.inflight_slot;
+  op.ticket = ++tickets_ << (kSlotBits + 1) | static_cast<uint64_t>(chunk.direction) << kSlotBits |
+              chunk.inflight_slot;
   op.staged = op.drain_recorded = false;
   op.range = 0;
   op.range_done = op.stage_end = 0;
@@ -250,8 +259,11 @@ Ticket CudaDevice::submit(const Chunk& chunk) {
   ++seen.chunks[static_cast<int>(chunk.backend)];
   seen.outstanding_bytes += chunk.bytes;
   seen.peak_outstanding_bytes = std::max(seen.peak_outstanding_bytes, seen.outstanding_bytes);
+  const uint64_t begun = now_ns();
   op.phase = Phase::kRefused;
-  if (!dead_ && !disabled_ && enter() && !start(op) && op.phase != Phase::kRefused) op.phase = Phase::kDraining;
+  if (!dead_ && !disabled_ && enter() && !start(op) && op.phase != Phase::kRefused)
+    op.phase = Phase::kDraining;
+  seen.submit_ns += now_ns() - begun;
   return op.ticket;
 }
 
@@ -260,14 +272,16 @@ CudaDevice::Survey CudaDevice::survey(const Chunk& chunk) const {
   Survey found;
   const uint64_t warps = std::min(std::max(chunk.grid, 1u) * kWarpsPerBlock, kMaxSplitWarps);
   const uint64_t share = (chunk.bytes + warps - 1) / warps;
-  found.piece_bytes = std::clamp<uint64_t>((share + kMinPiece - 1) / kMinPiece * kMinPiece, kMinPiece, kMaxPiece);
+  found.piece_bytes =
+      std::clamp<uint64_t>((share + kMinPiece - 1) / kMinPiece * kMinPiece, kMinPiece, kMaxPiece);
   uint64_t alignment = 0, host_end = 0;
   for (size_t i = 0; i < chunk.count; ++i) {
     const Range& range = chunk.ranges[i];
-    found.registered &= host_.for_each_part(range.host, range.bytes, [&](uint64_t, uint64_t device, uint64_t bytes) {
-      alignment |= device;
-      found.pieces += (bytes + found.piece_bytes - 1) / found.piece_bytes;
-    });
+    found.registered &=
+        host_.for_each_part(range.host, range.bytes, [&](uint64_t, uint64_t device, uint64_t bytes) {
+          alignment |= device;
+          found.pieces += (bytes + found.piece_bytes - 1) / found.piece_bytes;
+        });
     alignment |= range.device | range.bytes;
     if (range.host != host_end || i == 0) {
       ++found.runs;
@@ -294,26 +308,22 @@ bool CudaDevice::start(Operation& op) {
     return false;
   }
   switch (chunk.backend) {
-    case Backend::kAuto:
-      note_error("a chunk was submitted without a backend");
-      return false;
-    case Backend::kMemcpy:
-      op.phase = Phase::kCopying;
-      return advance(op);
+    case Backend::kAuto: note_error("a chunk was submitted without a backend"); return false;
+    case Backend::kMemcpy: op.phase = Phase::kCopying; return advance(op);
     case Backend::kKernel:
-    case Backend::kChunked:
-      return launch(op, found);
-    case Backend::kStaged:
-      break;
+    case Backend::kChunked: return launch(op, found);
+    case Backend::kStaged: break;
   }
-  op.staged = found.staged_bytes <= options_.stage_bytes + kStageSlack && found.runs <= 1 + chunk.bytes / kMinStagedRun;
+  op.staged = found.staged_bytes <= options_.stage_bytes + kStageSlack &&
+              found.runs <= 1 + chunk.bytes / kMinStagedRun;
   if (!op.staged) {
     ++stats(op).unstaged_chunks;
     return launch(op, found);
   }
   if (chunk.direction == Direction::kSave) {
     if (!launch(op, found)) return false;
-    if (!succeeded("cuStreamWaitEvent", cu_.cuStreamWaitEvent(lane(op).dma, op.kernel_event, 0))) return false;
+    if (!succeeded("cuStreamWaitEvent", cu_.cuStreamWaitEvent(lane(op).dma, op.kernel_event, 0)))
+      return false;
   }
   op.phase = Phase::kCopying;
   return advance(op);
@@ -328,7 +338,9 @@ bool CudaDevice::advance(Operation& op) {
     if (result == kCuNotReady) return true;
     if (!succeeded("cuEventQuery", result)) return false;
   }
+  const uint64_t begun = now_ns();
   if (!submit_slice(op)) return false;
+  if (op.slices > 1) stats(op).submit_ns += now_ns() - begun;  // the first is within submit()
   op.resume = std::chrono::steady_clock::now() + std::chrono::microseconds(options_.slice_pause_us);
   if (op.range < op.chunk.count) return true;
   op.last_event = op.slice_event[(op.slices - 1) % 2];
@@ -357,8 +369,8 @@ bool CudaDevice::submit_slice(Operation& op) {
   return succeeded("cuEventRecord", cu_.cuEventRecord(op.slice_event[op.slices++ % 2], dma));
 }
 
-// The next copy-engine command: a range or, if staged, a run of ranges that are neighbours in host memory; cut
-// where a registration ends.
+// The next copy-engine command: a range or, if staged, a run of ranges that are neighbours in host memory;
+// cut where a registration ends.
 bool CudaDevice::next_copy(Operation& op, uint64_t* host, uint64_t* device, uint64_t* bytes) {
   const Chunk& chunk = op.chunk;
   if (op.range == chunk.count) return false;
@@ -394,8 +406,8 @@ bool CudaDevice::launch(Operation& op, const Survey& found) {
   uint32_t aligned = found.aligned;
   void* arguments[] = {&pieces, &count, &per_warp, &host_base, &aligned};
   const CuStream stream = lane(op).kernel;
-  if (!succeeded("cuLaunchKernel", cu_.cuLaunchKernel(lane(op).function, grid, 1, 1, kThreads, 1, 1, 0, stream,
-                                                      arguments, nullptr))) {
+  if (!succeeded("cuLaunchKernel", cu_.cuLaunchKernel(lane(op).function, grid, 1, 1, kThreads, 1, 1, 0,
+                                                      stream, arguments, nullptr))) {
     return false;
   }
   CudaStats& seen = stats(op);
@@ -407,7 +419,8 @@ bool CudaDevice::launch(Operation& op, const Survey& found) {
 }
 
 // Piece i goes to element i / warps of the list of warp i % warps (csrc/copy_kernels.cu says why).
-void CudaDevice::write_pieces(Operation& op, const Survey& found, uint64_t base, uint32_t warps, uint32_t per_warp) {
+void CudaDevice::write_pieces(Operation& op, const Survey& found, uint64_t base, uint32_t warps,
+                              uint32_t per_warp) {
   uint32_t warp = 0, row = 0;
   uint64_t staged = 0, host_end = 0;
   for (size_t i = 0; i < op.chunk.count; ++i) {
@@ -469,9 +482,9 @@ bool CudaDevice::drained(Operation& op) {
   return true;
 }
 
-// After too many failures in a row the device takes no more work, and waiting for the streams tells whether what
-// was submitted has ended: by itself or with the context. If not even that works, the chunk stays pending: memory
-// that it may still touch must not be handed on.
+// After too many failures in a row the device takes no more work, and waiting for the streams tells whether
+// what was submitted has ended: by itself or with the context. If not even that works, the chunk stays
+// pending: memory that it may still touch must not be handed on.
 void CudaDevice::give_up(Operation& op) {
   if (++op.failed_polls < kMaxFailedPolls) return;
   op.failed_polls = 0;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The transfer engine's device on an NVIDIA GPU. Four ways to move a chunk:
 //   memcpy          one copy-engine command per range, submitted in small slices
-//   kernel/chunked  one launch of a copy kernel that reads or writes the host pool directly (csrc/copy_kernels.cu)
-//   staged          a kernel gathers into (or scatters from) a small buffer on the GPU, the copy engine moves that as
+//   kernel/chunked  one launch of a copy kernel that reads or writes the host pool directly
+//   (csrc/copy_kernels.cu) staged          a kernel gathers into (or scatters from) a small buffer on the
+//   GPU, the copy engine moves that as
 //                   one run per run of host memory
 #pragma once
 
@@ -21,10 +22,10 @@
 namespace pega {
 
 struct CudaOptions {
-  uint64_t stage_bytes = 8 << 20;   // GPU memory of one staged chunk; times 2 directions times inflight_chunks
-  uint32_t inflight_chunks = 4;     // per direction
-  uint32_t copies_per_slice = 8;    // copy-engine commands submitted without a pause
-  uint32_t slice_pause_us = 20;     // pause after each slice
+  uint64_t stage_bytes = 8 << 20;  // GPU memory of one staged chunk; times 2 directions times inflight_chunks
+  uint32_t inflight_chunks = 4;    // per direction
+  uint32_t copies_per_slice = 8;   // copy-engine commands submitted without a pause
+  uint32_t slice_pause_us = 20;    // pause after each slice
 };
 
 // What the device saw, for tests and tools. Per direction unless said.
@@ -35,21 +36,24 @@ struct CudaStats {
   uint32_t max_copies_per_slice = 0;
   uint64_t outstanding_bytes = 0;
   uint64_t peak_outstanding_bytes = 0;
-  uint64_t unstaged_chunks = 0;  // staged chunks that went by kernel instead: too big or too scattered to stage
+  uint64_t submit_ns = 0;  // time spent in submit() and in later slices of copies
+  uint64_t unstaged_chunks =
+      0;  // staged chunks that went by kernel instead: too big or too scattered to stage
   std::array<uint64_t, kBackends> chunks{};
 };
 
 class CudaDevice : public Device {
  public:
-  // `cubin`: csrc/copy_kernels.cu compiled for this GPU. Throws std::runtime_error naming the call that failed.
+  // `cubin`: csrc/copy_kernels.cu compiled for this GPU. Throws std::runtime_error naming the call that
+  // failed.
   CudaDevice(std::shared_ptr<const CudaDriver> driver, int ordinal, const std::string& cubin,
              const CudaOptions& options = {});
   ~CudaDevice() override;  // waits for the streams
   CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
 
-  // Page-locks host memory; chunks may touch no other. Before the engine starts, and undone after it has stopped.
-  // Throws as CudaHostMemory::add and remove.
+  // Page-locks host memory; chunks may touch no other. Before the engine starts, and undone after it has
+  // stopped. Throws as CudaHostMemory::add and remove.
   void register_host(uint64_t address, uint64_t bytes);
   void unregister_host(uint64_t address);
 
@@ -113,10 +117,10 @@ class CudaDevice : public Device {
   // What one pass over a chunk's ranges tells.
   struct Survey {
     bool registered = true;
-    bool aligned = true;       // every address and size is a multiple of 16
-    uint64_t pieces = 0;       // of at most `piece_bytes`
+    bool aligned = true;  // every address and size is a multiple of 16
+    uint64_t pieces = 0;  // of at most `piece_bytes`
     uint32_t piece_bytes = 0;
-    uint64_t runs = 0;         // of contiguous host memory
+    uint64_t runs = 0;  // of contiguous host memory
     uint64_t staged_bytes = 0;
   };
 

@@ -36,7 +36,8 @@ inline constexpr int kCuAttributeMultiprocessors = 16;
 inline constexpr int kCuAttributeComputeMajor = 75;
 inline constexpr int kCuAttributeComputeMinor = 76;
 
-// True for errors after which the context takes no more work (the driver then has stopped what was in flight).
+// True for errors after which the context takes no more work (the driver then has stopped what was in
+// flight).
 bool is_sticky(CuResult result);
 
 // Members carry the driver's own names, so that the code that uses them reads like CUDA.
@@ -72,9 +73,9 @@ struct CudaDriver {
   std::function<CuResult(CuAddress* device, void* host, unsigned flags)> cuMemHostGetDevicePointer;
   std::function<CuResult(CuAddress to, const void* from, size_t bytes, CuStream stream)> cuMemcpyHtoDAsync;
   std::function<CuResult(void* to, CuAddress from, size_t bytes, CuStream stream)> cuMemcpyDtoHAsync;
-  std::function<CuResult(CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                         unsigned block_y, unsigned block_z, unsigned shared_bytes, CuStream stream,
-                         void** arguments, void** extra)>
+  std::function<CuResult(CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                         unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                         CuStream stream, void** arguments, void** extra)>
       cuLaunchKernel;
   std::function<CuResult(CuResult result, const char** text)> cuGetErrorName;
   std::function<CuResult(CuResult result, const char** text)> cuGetErrorString;

@@ -28,8 +28,9 @@ std::string why_refused(uint64_t bytes) {
     text += "The memlock limit is " + gib(limit.rlim_cur) +
             ": raise it (ulimit -l unlimited; docker run --ulimit memlock=-1). ";
   }
-  return text + "Page-locked memory counts against the memory cgroup (memory.max): lower host_pool_gib or give the "
-                "container more memory. ";
+  return text +
+         "Page-locked memory counts against the memory cgroup (memory.max): lower host_pool_gib or give the "
+         "container more memory. ";
 }
 
 }  // namespace
@@ -37,9 +38,9 @@ std::string why_refused(uint64_t bytes) {
 void CudaHostMemory::add(uint64_t address, uint64_t bytes) {
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   if (address == 0 || address % page != 0 || bytes == 0 || address + bytes < address) {
-    throw std::invalid_argument("register_host: address " + std::to_string(address) + " and " + std::to_string(bytes) +
-                                " bytes given; the address must be page-aligned (" + std::to_string(page) +
-                                ") and the size at least 1");
+    throw std::invalid_argument("register_host: address " + std::to_string(address) + " and " +
+                                std::to_string(bytes) + " bytes given; the address must be page-aligned (" +
+                                std::to_string(page) + ") and the size at least 1");
   }
   for (const Region& region : regions_) {
     if (address < region.host + region.bytes && region.host < address + bytes) {
@@ -55,7 +56,8 @@ void CudaHostMemory::add(uint64_t address, uint64_t bytes) {
     CuResult result = cu_->cuMemHostRegister(host, part, kCuHostPortable | kCuHostDeviceMap);
     if (result != kCuSuccess) {
       error = why_refused(bytes) + describe(*cu_, "cuMemHostRegister", result);
-      if (result == kCuAlreadyRegistered) error += ": some other component of this process registered it already";
+      if (result == kCuAlreadyRegistered)
+        error += ": some other component of this process registered it already";
       break;
     }
     added.push_back({address + done, part, 0, address});
@@ -70,13 +72,15 @@ void CudaHostMemory::add(uint64_t address, uint64_t bytes) {
       high = std::max(high, region.device + region.bytes);
     }
   }
-  if (error.empty() && high - low > kMaxSpan) error = "the GPU sees the registered memory over more than 256 TiB";
+  if (error.empty() && high - low > kMaxSpan)
+    error = "the GPU sees the registered memory over more than 256 TiB";
   if (!error.empty()) {
     for (const Region& region : added) unregister(region);
     throw std::runtime_error(error);
   }
   regions_.insert(regions_.end(), added.begin(), added.end());
-  std::sort(regions_.begin(), regions_.end(), [](const Region& a, const Region& b) { return a.host < b.host; });
+  std::sort(regions_.begin(), regions_.end(),
+            [](const Region& a, const Region& b) { return a.host < b.host; });
   update_base();
 }
 
@@ -106,7 +110,8 @@ const CudaHostMemory::Region* CudaHostMemory::find(uint64_t host) const {
 }
 
 void CudaHostMemory::unregister(const Region& region) {
-  cu_->cuMemHostUnregister(reinterpret_cast<void*>(region.host));  // fails only with the context, which frees it
+  cu_->cuMemHostUnregister(
+      reinterpret_cast<void*>(region.host));  // fails only with the context, which frees it
 }
 
 void CudaHostMemory::update_base() {

@@ -37,8 +37,8 @@ FakeDriver::FakeDriver(uint64_t seed, uint32_t eagerness)
 }
 
 uint64_t FakeDriver::live() const {
-  return retained_ + modules_ + streams_.size() + events_.size() + device_memory_.size() - test_memory_.size() +
-         pinned_.size() + registered_.size();
+  return retained_ + modules_ + streams_.size() + events_.size() + device_memory_.size() -
+         test_memory_.size() + pinned_.size() + registered_.size();
 }
 
 // Every call starts here: counts, fails if it is this call's turn, and lets time pass.
@@ -116,7 +116,8 @@ void FakeDriver::run_kernel(const Work& work) {
   for (uint32_t warp = 0; warp < work.warps; ++warp) {
     for (uint32_t i = warp, row = 0; i < work.piece_count; i += work.warps, ++row) {
       uint64_t piece[2];
-      const char* entry = seen_by_gpu(work.pieces + (uint64_t{warp} * work.per_warp + row) * sizeof piece, sizeof piece);
+      const char* entry =
+          seen_by_gpu(work.pieces + (uint64_t{warp} * work.per_warp + row) * sizeof piece, sizeof piece);
       if (!entry || row >= work.per_warp) {
         violate("kernel reads piece " + std::to_string(i) + " outside of its list");
         return;
@@ -126,7 +127,8 @@ void FakeDriver::run_kernel(const Work& work) {
       char* device = seen_by_gpu(piece[0], bytes);
       char* host = seen_by_gpu(work.base + (piece[1] & ((1ull << 48) - 1)), bytes);
       if (!device || !host) {
-        violate("kernel copies " + std::to_string(bytes) + " bytes at " + hex(piece[0]) + ", " + hex(piece[1]));
+        violate("kernel copies " + std::to_string(bytes) + " bytes at " + hex(piece[0]) + ", " +
+                hex(piece[1]));
         return;
       }
       std::memcpy(work.to_host ? host : device, work.to_host ? device : host, bytes);
@@ -162,7 +164,8 @@ CuAddress FakeDriver::allocate_device(uint64_t bytes) {
 }
 
 char* FakeDriver::resolve(CuAddress address, uint64_t bytes) {
-  if (!holds(test_memory_, address, bytes)) throw std::out_of_range("not memory of this fake: " + hex(address));
+  if (!holds(test_memory_, address, bytes))
+    throw std::out_of_range("not memory of this fake: " + hex(address));
   return reinterpret_cast<char*>(address - kDeviceShift);
 }
 
@@ -200,8 +203,10 @@ void FakeDriver::fill_table() {
     return ++retained_, *context = &context_, kCuSuccess;
   });
   cu.cuDevicePrimaryCtxRelease = release([this](CuDevice) { return --retained_, kCuSuccess; });
-  cu.cuCtxGetCurrent = call("cuCtxGetCurrent", [this](CuContext* context) { return *context = current_, kCuSuccess; });
-  cu.cuCtxSetCurrent = call("cuCtxSetCurrent", [this](CuContext context) { return current_ = context, kCuSuccess; });
+  cu.cuCtxGetCurrent =
+      call("cuCtxGetCurrent", [this](CuContext* context) { return *context = current_, kCuSuccess; });
+  cu.cuCtxSetCurrent =
+      call("cuCtxSetCurrent", [this](CuContext context) { return current_ = context, kCuSuccess; });
   cu.cuCtxPushCurrent = call("cuCtxPushCurrent", [this](CuContext context) {
     return context_stack_.push_back(current_), current_ = context, kCuSuccess;
   });
@@ -221,7 +226,8 @@ void FakeDriver::fill_table() {
   cu.cuStreamCreate = call("cuStreamCreate", [this, create](CuStream* stream, unsigned) {
     return create(streams_, std::make_unique<Stream>(), stream), kCuSuccess;
   });
-  cu.cuStreamDestroy = release([this](CuStream stream) { return streams_.erase(stream) ? kCuSuccess : kInvalidHandle; });
+  cu.cuStreamDestroy =
+      release([this](CuStream stream) { return streams_.erase(stream) ? kCuSuccess : kInvalidHandle; });
   cu.cuStreamSynchronize = call("cuStreamSynchronize", [this](CuStream) { return run_all(), broken_; });
   cu.cuStreamWaitEvent = call("cuStreamWaitEvent", [this](CuStream stream, CuEvent event, unsigned) {
     Work work{Work::kWait};
@@ -232,7 +238,8 @@ void FakeDriver::fill_table() {
   cu.cuEventCreate = call("cuEventCreate", [this, create](CuEvent* event, unsigned) {
     return create(events_, std::make_unique<Event>(), event), kCuSuccess;
   });
-  cu.cuEventDestroy = release([this](CuEvent event) { return events_.erase(event) ? kCuSuccess : kInvalidHandle; });
+  cu.cuEventDestroy =
+      release([this](CuEvent event) { return events_.erase(event) ? kCuSuccess : kInvalidHandle; });
   cu.cuEventRecord = call("cuEventRecord", [this](CuEvent event, CuStream stream) {
     Work work{Work::kRecord};
     work.event = events_.at(event).get();
@@ -270,33 +277,36 @@ void FakeDriver::fill_table() {
   cu.cuMemHostUnregister = release([this](void* address) {
     return registered_.erase(reinterpret_cast<uint64_t>(address)) ? kCuSuccess : kCuInvalidValue;
   });
-  cu.cuMemHostGetDevicePointer = call("cuMemHostGetDevicePointer", [this](CuAddress* device, void* host, unsigned) {
-    if (!page_locked(reinterpret_cast<uint64_t>(host), 1)) return kCuInvalidValue;
-    return *device = reinterpret_cast<uint64_t>(host) + kMappedShift, kCuSuccess;
-  });
+  cu.cuMemHostGetDevicePointer =
+      call("cuMemHostGetDevicePointer", [this](CuAddress* device, void* host, unsigned) {
+        if (!page_locked(reinterpret_cast<uint64_t>(host), 1)) return kCuInvalidValue;
+        return *device = reinterpret_cast<uint64_t>(host) + kMappedShift, kCuSuccess;
+      });
   const auto copy = [this](CuAddress device, char* host, size_t bytes, bool to_host, CuStream stream) {
     Work work{Work::kCopy};
     work.device = device, work.host = host, work.bytes = bytes, work.to_host = to_host;
     return enqueue(stream, work);
   };
-  cu.cuMemcpyHtoDAsync = call("cuMemcpyHtoDAsync", [copy](CuAddress to, const void* from, size_t bytes, CuStream on) {
-    return copy(to, static_cast<char*>(const_cast<void*>(from)), bytes, false, on);
-  });
-  cu.cuMemcpyDtoHAsync = call("cuMemcpyDtoHAsync", [copy](void* to, CuAddress from, size_t bytes, CuStream on) {
-    return copy(from, static_cast<char*>(to), bytes, true, on);
-  });
-  cu.cuLaunchKernel = call("cuLaunchKernel", [this](CuFunction function, unsigned grid, unsigned, unsigned,
-                                                    unsigned block, unsigned, unsigned, unsigned, CuStream stream,
-                                                    void** arguments, void**) {
-    Work work{Work::kKernel};
-    work.to_host = function == &save_function;
-    work.warps = grid * block / 32;
-    std::memcpy(&work.pieces, arguments[0], sizeof work.pieces);
-    std::memcpy(&work.piece_count, arguments[1], sizeof work.piece_count);
-    std::memcpy(&work.per_warp, arguments[2], sizeof work.per_warp);
-    std::memcpy(&work.base, arguments[3], sizeof work.base);
-    return enqueue(stream, work);
-  });
+  cu.cuMemcpyHtoDAsync =
+      call("cuMemcpyHtoDAsync", [copy](CuAddress to, const void* from, size_t bytes, CuStream on) {
+        return copy(to, static_cast<char*>(const_cast<void*>(from)), bytes, false, on);
+      });
+  cu.cuMemcpyDtoHAsync =
+      call("cuMemcpyDtoHAsync", [copy](void* to, CuAddress from, size_t bytes, CuStream on) {
+        return copy(from, static_cast<char*>(to), bytes, true, on);
+      });
+  cu.cuLaunchKernel =
+      call("cuLaunchKernel", [this](CuFunction function, unsigned grid, unsigned, unsigned, unsigned block,
+                                    unsigned, unsigned, unsigned, CuStream stream, void** arguments, void**) {
+        Work work{Work::kKernel};
+        work.to_host = function == &save_function;
+        work.warps = grid * block / 32;
+        std::memcpy(&work.pieces, arguments[0], sizeof work.pieces);
+        std::memcpy(&work.piece_count, arguments[1], sizeof work.piece_count);
+        std::memcpy(&work.per_warp, arguments[2], sizeof work.per_warp);
+        std::memcpy(&work.base, arguments[3], sizeof work.base);
+        return enqueue(stream, work);
+      });
   cu.cuGetErrorName = [](CuResult, const char** text) { return *text = "FAKE_ERROR", kCuSuccess; };
   cu.cuGetErrorString = [](CuResult, const char** text) { return *text = "made to fail", kCuSuccess; };
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A CUDA driver made of host memory, for tests: streams run later and in an order that a seed decides, every access
-// is checked, and any call can be made to fail.
+// A CUDA driver made of host memory, for tests: streams run later and in an order that a seed decides, every
+// access is checked, and any call can be made to fail.
 //
-// Address spaces are kept apart as a real machine may keep them: the GPU sees host memory under other addresses than
-// the host does, and device memory under addresses that mean nothing to the host.
+// Address spaces are kept apart as a real machine may keep them: the GPU sees host memory under other
+// addresses than the host does, and device memory under addresses that mean nothing to the host.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,8 @@ class FakeDriver {
   // Valid as long as this object.
   std::shared_ptr<const CudaDriver> table() const { return table_; }
 
-  // The n-th call from now (1 = the next) returns `result` and does nothing. A sticky result ends the context.
+  // The n-th call from now (1 = the next) returns `result` and does nothing. A sticky result ends the
+  // context.
   void fail(uint64_t nth, CuResult result) { fail_from_ = fail_to_ = calls_ + nth, failure_ = result; }
   // So does every call after it, but for cuStreamSynchronize.
   void fail_from(uint64_t nth, CuResult result) { fail(nth, result), fail_to_ = UINT64_MAX; }
@@ -44,7 +45,8 @@ class FakeDriver {
 
   // Device memory for a test's tensors; not a call.
   CuAddress allocate(uint64_t bytes);
-  // Host pointer behind a device address; throws std::out_of_range if [address, address + bytes) is not allocated.
+  // Host pointer behind a device address; throws std::out_of_range if [address, address + bytes) is not
+  // allocated.
   char* resolve(CuAddress address, uint64_t bytes);
 
  private:
@@ -93,11 +95,11 @@ class FakeDriver {
   std::vector<CuContext> context_stack_;
   std::map<CuStream, std::unique_ptr<Stream>> streams_;
   std::map<CuEvent, std::unique_ptr<Event>> events_;
-  std::map<uint64_t, std::unique_ptr<char[]>> owned_;    // by host address: device and pinned memory
-  std::map<CuAddress, uint64_t> device_memory_;          // device address -> bytes
-  std::map<uint64_t, uint64_t> test_memory_;             // of device_memory_, what allocate() made
-  std::map<uint64_t, uint64_t> pinned_;                  // host address -> bytes, allocated
-  std::map<uint64_t, uint64_t> registered_;              // host address -> bytes, registered
+  std::map<uint64_t, std::unique_ptr<char[]>> owned_;  // by host address: device and pinned memory
+  std::map<CuAddress, uint64_t> device_memory_;        // device address -> bytes
+  std::map<uint64_t, uint64_t> test_memory_;           // of device_memory_, what allocate() made
+  std::map<uint64_t, uint64_t> pinned_;                // host address -> bytes, allocated
+  std::map<uint64_t, uint64_t> registered_;            // host address -> bytes, registered
 };
 
 }  // namespace pega
