@@ -10,7 +10,7 @@ namespace pega {
 namespace {
 
 constexpr uint64_t kMappedShift = 1ull << 50;  // how the GPU sees host memory ...
-constexpr uint64_t kDeviceShift = 1ull << 60;  // ... and its own
+constexpr uint64_t kDeviceShift = 1ull << 52;  // ... and its own
 constexpr CuResult kInvalidHandle = 400;
 
 char load_function, save_function;  // their addresses are the function handles
