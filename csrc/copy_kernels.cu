@@ -5,9 +5,8 @@
 //
 // No #include: NVRTC compiles this file at start-up (vllm_pega_connector/kernels.py). csrc/cuda_device.cpp writes
 // the pieces and knows this file's launch contract:
-//   * `pieces` lies in mapped host memory, one list per warp: piece i of the caller is element i / warps of the list
-//     of warp i % warps, and lists are `per_warp` apart. Neighbouring warps so copy neighbouring pieces, yet a warp
-//     reads its list in one PCIe round trip for every 32 pieces instead of one for each.
+//   * `pieces` lies in mapped host memory. Warps take batches of `batch` (1 to 32) in turn: each lane reads one piece,
+//     so that a batch costs one PCIe round trip, and the next batch is on its way while one is copied.
 //   * A piece is 1 to 65,536 bytes; larger ranges are cut by the caller, which spreads them over warps.
 //   * `aligned` is set when every address and size is a multiple of 16.
 
@@ -118,21 +117,24 @@ __device__ __forceinline__ void copy_rows(u64 device, u64 host, u32 bytes, u32 l
   const u32 total = __shfl_sync(kAll, end, kLanes - 1);
   const u32 begin = end - rows;
   for (u32 first = 0; first < total; first += kUnroll) {
+    u64 source[kUnroll], target[kUnroll];  // target 0: nothing to store for this lane
     uint4 value[kUnroll];
-    u64 target[kUnroll];  // 0: nothing to store for this lane
 #pragma unroll
     for (u32 u = 0; u < kUnroll; ++u) {
-      // The row's piece: the first whose end lies behind it. Past the last row any lane will do: it is not live.
+      // The row's piece: the first whose end lies behind it. Past the last row it is the first piece of all.
       const u32 row = first + u;
       const u32 owner = __popc(__ballot_sync(kAll, end <= row)) & (kLanes - 1);
       const u64 dev = __shfl_sync(kAll, device, owner);
       const u64 hst = __shfl_sync(kAll, host, owner);
       const u32 size = __shfl_sync(kAll, bytes, owner);
       const u32 offset = (row - __shfl_sync(kAll, begin, owner)) * kRow + lane * 16;
-      const bool live = row < total && offset < size;
-      target[u] = live ? (kToHost ? hst : dev) + offset : 0;
-      if (live) value[u] = load(reinterpret_cast<const uint4*>((kToHost ? dev : hst) + offset));
+      target[u] = row < total && offset < size ? (kToHost ? hst : dev) + offset : 0;
+      // Lanes past the end load the piece's last bytes once more. A load that not all lanes make is worse: the
+      // compiler moves its result to other registers, waits for that, and half as much is in flight.
+      source[u] = (kToHost ? dev : hst) + min(offset, size - 16);
     }
+#pragma unroll
+    for (u32 u = 0; u < kUnroll; ++u) value[u] = load(reinterpret_cast<const uint4*>(source[u]));
 #pragma unroll
     for (u32 u = 0; u < kUnroll; ++u) {
       if (target[u]) store(reinterpret_cast<uint4*>(target[u]), value[u]);
@@ -141,28 +143,26 @@ __device__ __forceinline__ void copy_rows(u64 device, u64 host, u32 bytes, u32 l
 }
 
 template <bool kToHost>
-__device__ __forceinline__ void copy_pieces(const Piece* pieces, u32 count, u32 per_warp, u64 host_base, u32 aligned) {
+__device__ __forceinline__ void copy_pieces(const Piece* pieces, u32 count, u32 batch, u64 host_base, u32 aligned) {
   const u32 lane = threadIdx.x % kLanes;
   const u32 warps = gridDim.x * (blockDim.x / kLanes);
   const u32 warp = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
-  if (warp >= count) return;
-  const u32 mine = (count - warp - 1) / warps + 1;
-  const uint4* list = reinterpret_cast<const uint4*>(pieces + static_cast<u64>(warp) * per_warp);
-  uint4 raw = {0, 0, 0, 0};
-  if (lane < mine) raw = load(list + lane);
-  for (u32 first = 0; first < mine; first += kLanes) {
-    const bool valid = first + lane < mine;
+  const uint4* list = reinterpret_cast<const uint4*>(pieces);
+  const u32 stride = warps * batch;
+  u32 first = warp * batch;
+  if (first >= count) return;
+  uint4 raw = load(list + min(first + lane, count - 1));
+  for (; first < count; first += stride) {
+    const u32 mine = min(batch, count - first);
     const u64 device = static_cast<u64>(raw.y) << 32 | raw.x;
     const u64 packed = static_cast<u64>(raw.w) << 32 | raw.z;
     const u64 host = host_base + piece_offset(packed);
-    const u32 bytes = valid ? piece_bytes(packed) : 0;
-    // The next 32 pieces are on their way while these are copied.
-    if (first + kLanes + lane < mine) raw = load(list + first + kLanes + lane);
+    const u32 bytes = lane < mine ? piece_bytes(packed) : 0;
+    raw = load(list + min(first + stride + lane, count - 1));
     if (aligned) {
       copy_rows<kToHost>(device, host, bytes, lane);
     } else {
-      const u32 batch = min(kLanes, mine - first);
-      for (u32 i = 0; i < batch; ++i) {
+      for (u32 i = 0; i < mine; ++i) {
         const u64 dev = __shfl_sync(kAll, device, i);
         const u64 hst = __shfl_sync(kAll, host, i);
         const u32 size = __shfl_sync(kAll, bytes, i);
@@ -176,12 +176,12 @@ __device__ __forceinline__ void copy_pieces(const Piece* pieces, u32 count, u32 
 
 // Host (or stage) -> device.
 extern "C" __global__ void __launch_bounds__(256)
-pega_load(const Piece* pieces, u32 count, u32 per_warp, u64 host_base, u32 aligned) {
-  copy_pieces<false>(pieces, count, per_warp, host_base, aligned);
+pega_load(const Piece* pieces, u32 count, u32 batch, u64 host_base, u32 aligned) {
+  copy_pieces<false>(pieces, count, batch, host_base, aligned);
 }
 
 // Device -> host (or stage).
 extern "C" __global__ void __launch_bounds__(256)
-pega_save(const Piece* pieces, u32 count, u32 per_warp, u64 host_base, u32 aligned) {
-  copy_pieces<true>(pieces, count, per_warp, host_base, aligned);
+pega_save(const Piece* pieces, u32 count, u32 batch, u64 host_base, u32 aligned) {
+  copy_pieces<true>(pieces, count, batch, host_base, aligned);
 }

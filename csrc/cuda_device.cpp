@@ -7,12 +7,7 @@
 namespace pega {
 namespace {
 
-constexpr uint32_t kWarpsPerBlock = 8;
 constexpr uint32_t kThreads = 32 * kWarpsPerBlock;
-constexpr uint32_t kMaxPiece = 64 << 10;  // the piece format's limit
-// Pieces never shrink below this to spread a range over more warps: one warp has 4 KiB in flight.
-constexpr uint32_t kMinPiece = 4 << 10;
-constexpr uint32_t kMaxSplitWarps = 2048;  // more warps than this gain nothing by smaller pieces
 constexpr uint32_t kMaxDescriptors = 64 << 10;
 constexpr uint64_t kMaxChunkBytes = 256 << 20;
 // A staged chunk pays one copy-engine command (2.6 us on an H200's host) per run of host memory; a run of 64
@@ -34,19 +29,17 @@ uint64_t now_ns() {
                                std::chrono::nanoseconds(1));
 }
 
-// Staged runs lie one behind the other, each on its host address' alignment so that wide copies stay wide.
-uint64_t place_run(uint64_t end, uint64_t host) { return end + ((host - end) & 15); }
-
 }  // namespace
 
 CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, int ordinal, const std::string& cubin,
                        const CudaOptions& options)
     : driver_(std::move(driver)), cu_(*driver_), options_(options), host_(driver_) {
   if (options.inflight_chunks < 1 || options.inflight_chunks >= (1u << kSlotBits) ||
-      options.stage_bytes < 1 || options.stage_bytes > kMaxChunkBytes || options.copies_per_slice < 1) {
+      options.stage_bytes < 1 || options.stage_bytes > kMaxChunkBytes || options.copies_per_slice < 1 ||
+      options.dma_streams < 1) {
     throw std::invalid_argument(
         "CudaDevice: inflight_chunks must be 1 to 127, stage_bytes 1 to 268435456, "
-        "copies_per_slice at least 1");
+        "copies_per_slice and dma_streams at least 1");
   }
   int count = 0;
   require("cuDeviceGetCount", cu_.cuDeviceGetCount(&count));
@@ -78,18 +71,20 @@ void CudaDevice::create(const std::string& cubin) {
           cu_.cuDeviceGetAttribute(&multiprocessors, kCuAttributeMultiprocessors, device_));
   max_grid_ = std::max(1, multiprocessors) * (2048 / kThreads);  // as many as could ever be resident
   require("cuModuleLoadData", cu_.cuModuleLoadData(&module_, cubin.data()));
-  const uint64_t list_length = kMaxDescriptors +
-                               std::max<uint64_t>(kMaxSplitWarps, kMaxChunkBytes / kMaxPiece) +
-                               uint64_t{max_grid_} * kWarpsPerBlock + 64;
+  const uint64_t list_length = piece_capacity(kMaxDescriptors, kMaxChunkBytes);
   for (int d = 0; d < kDirections; ++d) {
     Lane& lane = lanes_[d];
     const bool load = static_cast<Direction>(d) == Direction::kLoad;
     require("cuModuleGetFunction",
             cu_.cuModuleGetFunction(&lane.function, module_, load ? "pega_load" : "pega_save"));
-    require("cuStreamCreate", cu_.cuStreamCreate(&lane.dma, kCuStreamNonBlocking));
+    lane.dma.resize(options_.dma_streams);
+    for (CuStream& stream : lane.dma)
+      require("cuStreamCreate", cu_.cuStreamCreate(&stream, kCuStreamNonBlocking));
     require("cuStreamCreate", cu_.cuStreamCreate(&lane.kernel, kCuStreamNonBlocking));
     lane.operations.resize(options_.inflight_chunks);
-    for (Operation& op : lane.operations) {
+    for (size_t slot = 0; slot < lane.operations.size(); ++slot) {
+      Operation& op = lane.operations[slot];
+      op.dma = lane.dma[slot % lane.dma.size()];
       require("cuMemAlloc", cu_.cuMemAlloc(&op.stage, options_.stage_bytes + kStageSlack));
       void* list = nullptr;
       require("cuMemHostAlloc",
@@ -114,11 +109,7 @@ void CudaDevice::destroy() {
   CuContext previous = nullptr;
   cu_.cuCtxGetCurrent(&previous);
   if (previous != context_) cu_.cuCtxSetCurrent(context_);
-  for (Lane& lane : lanes_) {
-    for (CuStream stream : {lane.dma, lane.kernel}) {
-      if (stream) cu_.cuStreamSynchronize(stream);
-    }
-  }
+  for (CuStream stream : streams()) cu_.cuStreamSynchronize(stream);
   for (Lane& lane : lanes_) {
     for (Operation& op : lane.operations) {
       if (op.stage) cu_.cuMemFree(op.stage);
@@ -127,10 +118,8 @@ void CudaDevice::destroy() {
         if (event) cu_.cuEventDestroy(event);
       }
     }
-    for (CuStream stream : {lane.dma, lane.kernel}) {
-      if (stream) cu_.cuStreamDestroy(stream);
-    }
   }
+  for (CuStream stream : streams()) cu_.cuStreamDestroy(stream);
   for (CuEvent event : events_) {
     if (event) cu_.cuEventDestroy(event);
   }
@@ -138,6 +127,17 @@ void CudaDevice::destroy() {
   if (module_) cu_.cuModuleUnload(module_);
   if (previous != context_) cu_.cuCtxSetCurrent(previous);
   cu_.cuDevicePrimaryCtxRelease(device_);
+}
+
+std::vector<CuStream> CudaDevice::streams() const {
+  std::vector<CuStream> created;
+  for (const Lane& lane : lanes_) {
+    for (CuStream stream : lane.dma) {
+      if (stream) created.push_back(stream);
+    }
+    if (lane.kernel) created.push_back(lane.kernel);
+  }
+  return created;
 }
 
 void CudaDevice::require(const char* call, CuResult result) const {
@@ -267,33 +267,6 @@ Ticket CudaDevice::submit(const Chunk& chunk) {
   return op.ticket;
 }
 
-// One pass that checks a chunk and counts what it needs.
-CudaDevice::Survey CudaDevice::survey(const Chunk& chunk) const {
-  Survey found;
-  const uint64_t warps = std::min(std::max(chunk.grid, 1u) * kWarpsPerBlock, kMaxSplitWarps);
-  const uint64_t share = (chunk.bytes + warps - 1) / warps;
-  found.piece_bytes =
-      std::clamp<uint64_t>((share + kMinPiece - 1) / kMinPiece * kMinPiece, kMinPiece, kMaxPiece);
-  uint64_t alignment = 0, host_end = 0;
-  for (size_t i = 0; i < chunk.count; ++i) {
-    const Range& range = chunk.ranges[i];
-    found.registered &=
-        host_.for_each_part(range.host, range.bytes, [&](uint64_t, uint64_t device, uint64_t bytes) {
-          alignment |= device;
-          found.pieces += (bytes + found.piece_bytes - 1) / found.piece_bytes;
-        });
-    alignment |= range.device | range.bytes;
-    if (range.host != host_end || i == 0) {
-      ++found.runs;
-      found.staged_bytes = place_run(found.staged_bytes, range.host);
-    }
-    found.staged_bytes += range.bytes;
-    host_end = range.host + range.bytes;
-  }
-  found.aligned = (alignment & 15) == 0;
-  return found;
-}
-
 bool CudaDevice::start(Operation& op) {
   const Chunk& chunk = op.chunk;
   if (chunk.count == 0 || chunk.count > kMaxDescriptors || chunk.bytes > kMaxChunkBytes) {
@@ -302,31 +275,38 @@ bool CudaDevice::start(Operation& op) {
                std::to_string(kMaxChunkBytes) + " bytes");
     return false;
   }
-  const Survey found = survey(chunk);
-  if (!found.registered) {
+  if (chunk.backend == Backend::kAuto) {
+    note_error("a chunk was submitted without a backend");
+    return false;
+  }
+  op.staged = chunk.backend == Backend::kStaged;
+  if (chunk.backend == Backend::kMemcpy) {
+    op.list = {};
+    for (size_t i = 0; i < chunk.count; ++i) op.list.registered &= host_.covers(chunk.ranges[i]);
+  } else {
+    op.list = list_pieces(chunk, host_, op.staged, op.pieces);
+  }
+  if (op.list.registered && op.staged && !stageable(chunk, op.list)) {
+    ++stats(op).unstaged_chunks;
+    op.staged = false;
+    op.list = list_pieces(chunk, host_, false, op.pieces);
+  }
+  if (!op.list.registered) {
     note_error("a chunk touches host memory that is not registered: call register_host() for the pool first");
     return false;
   }
-  switch (chunk.backend) {
-    case Backend::kAuto: note_error("a chunk was submitted without a backend"); return false;
-    case Backend::kMemcpy: op.phase = Phase::kCopying; return advance(op);
-    case Backend::kKernel:
-    case Backend::kChunked: return launch(op, found);
-    case Backend::kStaged: break;
-  }
-  op.staged = found.staged_bytes <= options_.stage_bytes + kStageSlack &&
-              found.runs <= 1 + chunk.bytes / kMinStagedRun;
-  if (!op.staged) {
-    ++stats(op).unstaged_chunks;
-    return launch(op, found);
-  }
-  if (chunk.direction == Direction::kSave) {
-    if (!launch(op, found)) return false;
-    if (!succeeded("cuStreamWaitEvent", cu_.cuStreamWaitEvent(lane(op).dma, op.kernel_event, 0)))
-      return false;
+  if (chunk.backend != Backend::kMemcpy && (!op.staged || chunk.direction == Direction::kSave)) {
+    if (!launch(op)) return false;
+    if (!op.staged) return true;
+    if (!succeeded("cuStreamWaitEvent", cu_.cuStreamWaitEvent(op.dma, op.kernel_event, 0))) return false;
   }
   op.phase = Phase::kCopying;
   return advance(op);
+}
+
+bool CudaDevice::stageable(const Chunk& chunk, const PieceList& list) const {
+  return list.staged_bytes <= options_.stage_bytes + kStageSlack &&
+         list.runs <= 1 + chunk.bytes / kMinStagedRun;
 }
 
 // Submits the next slice of copies if it is time, and what follows the last one. False on failure.
@@ -347,11 +327,11 @@ bool CudaDevice::advance(Operation& op) {
   op.phase = Phase::kRunning;
   if (!op.staged || op.chunk.direction == Direction::kSave) return true;
   return succeeded("cuStreamWaitEvent", cu_.cuStreamWaitEvent(lane(op).kernel, op.last_event, 0)) &&
-         launch(op, survey(op.chunk));
+         launch(op);
 }
 
 bool CudaDevice::submit_slice(Operation& op) {
-  const CuStream dma = lane(op).dma;
+  const CuStream dma = op.dma;
   CudaStats& seen = stats(op);
   uint32_t copies = 0;
   uint64_t host, device, bytes;
@@ -394,53 +374,22 @@ bool CudaDevice::next_copy(Operation& op, uint64_t* host, uint64_t* device, uint
   return true;
 }
 
-bool CudaDevice::launch(Operation& op, const Survey& found) {
-  const uint64_t base = op.staged ? op.stage : host_.base();
-  const uint64_t wanted = (found.pieces + kWarpsPerBlock - 1) / kWarpsPerBlock;
-  unsigned grid = static_cast<unsigned>(std::min<uint64_t>({std::max(op.chunk.grid, 1u), wanted, max_grid_}));
-  const uint32_t warps = grid * kWarpsPerBlock;
-  uint32_t count = static_cast<uint32_t>(found.pieces);
-  uint32_t per_warp = (count + warps - 1) / warps;
-  write_pieces(op, found, base, warps, per_warp);
-  uint64_t pieces = op.pieces_device, host_base = base;
-  uint32_t aligned = found.aligned;
-  void* arguments[] = {&pieces, &count, &per_warp, &host_base, &aligned};
+bool CudaDevice::launch(Operation& op) {
+  uint32_t count = op.list.count, aligned = op.list.aligned;
+  LaunchShape shape = shape_launch(count, std::min(op.chunk.grid, max_grid_));
+  uint64_t pieces = op.pieces_device, base = op.staged ? op.stage : host_.base();
+  void* arguments[] = {&pieces, &count, &shape.batch, &base, &aligned};
   const CuStream stream = lane(op).kernel;
-  if (!succeeded("cuLaunchKernel", cu_.cuLaunchKernel(lane(op).function, grid, 1, 1, kThreads, 1, 1, 0,
+  if (!succeeded("cuLaunchKernel", cu_.cuLaunchKernel(lane(op).function, shape.grid, 1, 1, kThreads, 1, 1, 0,
                                                       stream, arguments, nullptr))) {
     return false;
   }
   CudaStats& seen = stats(op);
   ++seen.launches;
-  seen.max_grid = std::max(seen.max_grid, grid);
+  seen.max_grid = std::max(seen.max_grid, shape.grid);
   op.last_event = op.kernel_event;
   op.phase = Phase::kRunning;
   return succeeded("cuEventRecord", cu_.cuEventRecord(op.kernel_event, stream));
-}
-
-// Piece i goes to element i / warps of the list of warp i % warps (csrc/copy_kernels.cu says why).
-void CudaDevice::write_pieces(Operation& op, const Survey& found, uint64_t base, uint32_t warps,
-                              uint32_t per_warp) {
-  uint32_t warp = 0, row = 0;
-  uint64_t staged = 0, host_end = 0;
-  for (size_t i = 0; i < op.chunk.count; ++i) {
-    const Range& range = op.chunk.ranges[i];
-    if (op.staged && (range.host != host_end || i == 0)) staged = place_run(staged, range.host);
-    host_end = range.host + range.bytes;
-    uint64_t device = range.device;
-    host_.for_each_part(range.host, range.bytes, [&](uint64_t, uint64_t mapped, uint64_t bytes) {
-      uint64_t offset = op.staged ? staged : mapped - base;
-      while (bytes > 0) {
-        const uint64_t piece = std::min<uint64_t>(bytes, found.piece_bytes);
-        op.pieces[uint64_t{warp} * per_warp + row] = {device, offset | (piece - 1) << 48};
-        device += piece;
-        offset += piece;
-        staged += piece;
-        bytes -= piece;
-        if (++warp == warps) warp = 0, ++row;
-      }
-    });
-  }
 }
 
 Progress CudaDevice::poll(Ticket ticket) {
@@ -466,7 +415,7 @@ Progress CudaDevice::poll(Ticket ticket) {
 // Whether nothing of a failed chunk can still touch memory: fresh events behind all that was queued.
 bool CudaDevice::drained(Operation& op) {
   if (!op.drain_recorded) {
-    op.drain_recorded = succeeded("cuEventRecord", cu_.cuEventRecord(op.slice_event[0], lane(op).dma)) &&
+    op.drain_recorded = succeeded("cuEventRecord", cu_.cuEventRecord(op.slice_event[0], op.dma)) &&
                         succeeded("cuEventRecord", cu_.cuEventRecord(op.kernel_event, lane(op).kernel));
     if (!op.drain_recorded) give_up(op);
     return false;
@@ -489,11 +438,9 @@ void CudaDevice::give_up(Operation& op) {
   if (++op.failed_polls < kMaxFailedPolls) return;
   op.failed_polls = 0;
   disabled_ = true;
-  for (Lane& lane : lanes_) {
-    for (CuStream stream : {lane.dma, lane.kernel}) {
-      const CuResult result = cu_.cuStreamSynchronize(stream);
-      if (result != kCuSuccess && !is_sticky(result)) return;
-    }
+  for (CuStream stream : streams()) {
+    const CuResult result = cu_.cuStreamSynchronize(stream);
+    if (result != kCuSuccess && !is_sticky(result)) return;
   }
   dead_ = true;
 }

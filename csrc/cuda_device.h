@@ -17,6 +17,7 @@
 
 #include "cuda_driver.h"
 #include "cuda_host_memory.h"
+#include "cuda_pieces.h"
 #include "device.h"
 
 namespace pega {
@@ -26,6 +27,7 @@ struct CudaOptions {
   uint32_t inflight_chunks = 4;    // per direction
   uint32_t copies_per_slice = 8;   // copy-engine commands submitted without a pause
   uint32_t slice_pause_us = 20;    // pause after each slice
+  uint32_t dma_streams = 1;        // per direction
 };
 
 // What the device saw, for tests and tools. Per direction unless said.
@@ -71,12 +73,6 @@ class CudaDevice : public Device {
   CudaStats stats(Direction direction) const { return stats_[static_cast<int>(direction)]; }
 
  private:
-  // As csrc/copy_kernels.cu reads it.
-  struct alignas(16) Piece {
-    uint64_t device;
-    uint64_t host;  // bits 0-47: offset from the base address given to the launch; bits 48-63: bytes - 1
-  };
-
   enum class Phase : uint8_t {
     kIdle,
     kRefused,   // never started
@@ -85,12 +81,14 @@ class CudaDevice : public Device {
     kDraining,  // failed; what was submitted may still run
   };
 
-  // One chunk in flight. Its copies go to the lane's `dma` stream, its launch to `kernel`.
+  // One chunk in flight. Its copies go to `dma`, its launch to the lane's kernel stream.
   struct Operation {
     Phase phase = Phase::kIdle;
     Ticket ticket = 0;
     Chunk chunk{};
+    CuStream dma = nullptr;
     bool staged = false;
+    PieceList list;
     uint64_t stage = 0;          // its buffer on the GPU
     Piece* pieces = nullptr;     // its piece list as the host sees it ...
     uint64_t pieces_device = 0;  // ... and as kernels do
@@ -108,20 +106,10 @@ class CudaDevice : public Device {
   };
 
   struct Lane {
-    CuStream dma = nullptr;
+    std::vector<CuStream> dma;  // inflight slots take them in turn
     CuStream kernel = nullptr;
     CuFunction function = nullptr;
     std::vector<Operation> operations;  // by inflight slot
-  };
-
-  // What one pass over a chunk's ranges tells.
-  struct Survey {
-    bool registered = true;
-    bool aligned = true;  // every address and size is a multiple of 16
-    uint64_t pieces = 0;  // of at most `piece_bytes`
-    uint32_t piece_bytes = 0;
-    uint64_t runs = 0;  // of contiguous host memory
-    uint64_t staged_bytes = 0;
   };
 
   void create(const std::string& cubin);
@@ -130,14 +118,14 @@ class CudaDevice : public Device {
   bool succeeded(const char* call, CuResult result);      // notes the error; a sticky one ends the device
   void note_error(const std::string& why);
   bool enter();
+  std::vector<CuStream> streams() const;  // all that were created
 
-  Survey survey(const Chunk& chunk) const;
   bool start(Operation& op);
   bool advance(Operation& op);
   bool submit_slice(Operation& op);
   bool next_copy(Operation& op, uint64_t* host, uint64_t* device, uint64_t* bytes);
-  bool launch(Operation& op, const Survey& found);
-  void write_pieces(Operation& op, const Survey& found, uint64_t base, uint32_t warps, uint32_t per_warp);
+  bool stageable(const Chunk& chunk, const PieceList& list) const;
+  bool launch(Operation& op);
   bool drained(Operation& op);
   void give_up(Operation& op);
   Progress retire(Operation& op, Progress progress);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda_driver.h"
+#include "types.h"
 
 namespace pega {
 
@@ -40,23 +41,20 @@ class CudaHostMemory {
     return region ? std::min(bytes, region->host + region->bytes - host) : 0;
   }
 
-  // Calls use(host, device, bytes) for each part of a range that lies in one registration, in order; false,
-  // possibly after some calls, if a part of it is not registered.
-  template <typename Use>
-  bool for_each_part(uint64_t host, uint64_t bytes, Use&& use) const {
-    while (bytes > 0) {
-      const Region* region = find(host);
-      if (!region) return false;
-      const uint64_t part = std::min(bytes, region->host + region->bytes - host);
-      use(host, region->device + (host - region->host), part);
-      host += part;
-      bytes -= part;
+  bool covers(const Range& range) const {
+    uint64_t done = 0;
+    while (done < range.bytes) {
+      const uint64_t part = contiguous(range.host + done, range.bytes - done);
+      if (part == 0) return false;
+      done += part;
     }
     return true;
   }
 
- private:
+  // The registration that holds this byte, or nullptr.
   const Region* find(uint64_t host) const;
+
+ private:
   void unregister(const Region& region);
   void update_base();
 

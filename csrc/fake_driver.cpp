@@ -113,26 +113,27 @@ bool FakeDriver::run_one(Stream& stream) {
 
 // csrc/copy_kernels.cu in a few lines: the list is read when the kernel runs, not when it is launched.
 void FakeDriver::run_kernel(const Work& work) {
-  for (uint32_t warp = 0; warp < work.warps; ++warp) {
-    for (uint32_t i = warp, row = 0; i < work.piece_count; i += work.warps, ++row) {
-      uint64_t piece[2];
-      const char* entry =
-          seen_by_gpu(work.pieces + (uint64_t{warp} * work.per_warp + row) * sizeof piece, sizeof piece);
-      if (!entry || row >= work.per_warp) {
-        violate("kernel reads piece " + std::to_string(i) + " outside of its list");
-        return;
-      }
-      std::memcpy(piece, entry, sizeof piece);
-      const uint64_t bytes = (piece[1] >> 48) + 1;
-      char* device = seen_by_gpu(piece[0], bytes);
-      char* host = seen_by_gpu(work.base + (piece[1] & ((1ull << 48) - 1)), bytes);
-      if (!device || !host) {
-        violate("kernel copies " + std::to_string(bytes) + " bytes at " + hex(piece[0]) + ", " +
-                hex(piece[1]));
-        return;
-      }
-      std::memcpy(work.to_host ? host : device, work.to_host ? device : host, bytes);
+  if (work.batch < 1 || work.batch > 32) {
+    violate("kernel launched with batches of " + std::to_string(work.batch));
+    return;
+  }
+  for (uint32_t i = 0; i < work.piece_count; ++i) {
+    uint64_t piece[2];
+    const char* entry = seen_by_gpu(work.pieces + i * sizeof piece, sizeof piece);
+    if (!entry) {
+      violate("kernel reads piece " + std::to_string(i) + " outside of its list");
+      return;
     }
+    std::memcpy(piece, entry, sizeof piece);
+    const uint64_t bytes = (piece[1] >> 48) + 1;
+    char* device = seen_by_gpu(piece[0], bytes);
+    char* host = seen_by_gpu(work.base + (piece[1] & ((1ull << 48) - 1)), bytes);
+    const bool wide = ((piece[0] | piece[1] | bytes) & 15) == 0;
+    if (!device || !host || (work.aligned && !wide)) {
+      violate("kernel copies " + std::to_string(bytes) + " bytes at " + hex(piece[0]) + ", " + hex(piece[1]));
+      return;
+    }
+    std::memcpy(work.to_host ? host : device, work.to_host ? device : host, bytes);
   }
 }
 
@@ -298,13 +299,14 @@ void FakeDriver::fill_table() {
   cu.cuLaunchKernel =
       call("cuLaunchKernel", [this](CuFunction function, unsigned grid, unsigned, unsigned, unsigned block,
                                     unsigned, unsigned, unsigned, CuStream stream, void** arguments, void**) {
+        if (grid == 0 || block != 256) return kCuInvalidValue;
         Work work{Work::kKernel};
         work.to_host = function == &save_function;
-        work.warps = grid * block / 32;
         std::memcpy(&work.pieces, arguments[0], sizeof work.pieces);
         std::memcpy(&work.piece_count, arguments[1], sizeof work.piece_count);
-        std::memcpy(&work.per_warp, arguments[2], sizeof work.per_warp);
+        std::memcpy(&work.batch, arguments[2], sizeof work.batch);
         std::memcpy(&work.base, arguments[3], sizeof work.base);
+        std::memcpy(&work.aligned, arguments[4], sizeof work.aligned);
         return enqueue(stream, work);
       });
   cu.cuGetErrorName = [](CuResult, const char** text) { return *text = "FAKE_ERROR", kCuSuccess; };

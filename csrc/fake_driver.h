@@ -63,7 +63,7 @@ class FakeDriver {
     uint64_t bytes = 0;
     bool to_host = false;
     CuAddress pieces = 0;  // kernel
-    uint32_t piece_count = 0, per_warp = 0, warps = 0;
+    uint32_t piece_count = 0, batch = 0, aligned = 0;
     uint64_t base = 0;
   };
   struct Stream {
