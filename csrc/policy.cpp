@@ -31,14 +31,10 @@ constexpr double kShortUs = 100;
 
 Rule rule_of(Objective objective) {
   switch (objective) {
-    case Objective::kThroughput:
-      return kFastest;
-    case Objective::kBalanced:
-      return kBalanced;
-    case Objective::kTail:
-      return kTail;
-    case Objective::kStrict:
-      break;
+    case Objective::kThroughput: return kFastest;
+    case Objective::kBalanced: return kBalanced;
+    case Objective::kTail: return kTail;
+    case Objective::kStrict: break;
   }
   return kStrict;
 }
@@ -299,20 +295,18 @@ std::string head(const TransferShape& shape) {
   return text + (equal ? "" : "about ") + size_text(shape.avg_range_bytes) + ": ";
 }
 
-// What speaks against the obvious alternative: memcpy or, where that was chosen, the fastest of all.
-std::string comparison(const std::vector<Candidate>& all, const Candidate& chosen, double memcpy_submit_us) {
-  const Candidate* other = nullptr;
+// What speaks against the obvious alternative: memcpy or, where that was chosen, the fastest of the others.
+std::string comparison(std::vector<Candidate> all, const Candidate& chosen, double memcpy_submit_us) {
   bool is_memcpy = chosen.setting.backend == Backend::kMemcpy;
-  for (const Candidate& c : all) {
-    if ((is_memcpy || c.setting.backend == Backend::kMemcpy) && (!other || c.us < other->us)) other = &c;
-  }
-  if (!other || other->setting.backend == chosen.setting.backend) return "";
-  std::string text = std::string("; ") + to_string(other->setting.backend) + " would ";
+  keep_if(all, [=](const Candidate& c) { return (c.setting.backend == Backend::kMemcpy) != is_memcpy; });
+  if (all.empty()) return "";
+  Candidate other = choose(all, kFastest);
+  std::string text = std::string("; ") + to_string(other.setting.backend) + " would ";
   if (!is_memcpy && memcpy_submit_us > 2 * chosen.us) {
     return text + "need " + time_text(memcpy_submit_us) + " of submission";
   }
-  if (other->growth > chosen.growth + kGrowthNoise) return text + "cost " + growth_text(other->growth);
-  if (other->us > chosen.us) return text + "take " + time_text(other->us);
+  if (other.growth > chosen.growth + kGrowthNoise) return text + "cost " + growth_text(other.growth);
+  if (other.us > chosen.us) return text + "take " + time_text(other.us);
   return "";
 }
 
