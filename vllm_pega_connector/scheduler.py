@@ -232,9 +232,13 @@ class PegaScheduler:
                 state.block_ids.extend(new_blocks[GROUP])
         if self._saves and self._ready:
             size = self._block_size
-            for request_id in output.num_scheduled_tokens:
+            # Not those that start in this step: what they hit in the GPU's prefix cache may be computed by this very
+            # step, for another request, and its saves run before it.
+            for request_id in cached.req_ids:
                 state = requests.get(request_id)
-                if state is not None and state.saved < _computed(state.request) // size:
+                if state is None or request_id in cached.resumed_req_ids:
+                    continue
+                if state.saved < _computed(state.request) // size:
                     self._collect(state, last_chance=False)
         jobs = self._new_loads + [self._save_job(batch) for batch in self._batches.values() if batch.blocks]
         metadata = PegaMetadata(jobs, self._cancel)
