@@ -218,11 +218,7 @@ class PegaScheduler:
         for request_id in output.preempted_req_ids or ():
             if state := requests.get(request_id):
                 state.block_ids, state.saved, state.last_slot = [], 0, -1
-        # A request that starts (again) counts its local hits as computed, but another request may only compute
-        # them in this very step: its blocks wait for the next one.
-        starting = set()
         for new in output.scheduled_new_reqs:
-            starting.add(new.req_id)
             if state := requests.get(new.req_id):
                 state.block_ids, state.saved = list(new.block_ids[GROUP]), 0
         cached = output.scheduled_cached_reqs
@@ -231,7 +227,6 @@ class PegaScheduler:
             if state is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                starting.add(request_id)
                 state.block_ids, state.saved = list(new_blocks[GROUP]) if new_blocks else [], 0
             elif new_blocks:
                 state.block_ids.extend(new_blocks[GROUP])
