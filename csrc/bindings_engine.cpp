@@ -88,6 +88,7 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("chunks", &SimDevice::chunks)
       .def_prop_ro("max_grid", &SimDevice::max_grid)
       .def_prop_ro("live_events", &SimDevice::live_events)
+      .def_prop_ro("unready_events", &SimDevice::unready_events)
       .def_prop_ro("outstanding_bytes", [](const SimDevice& d) { return pair(d.outstanding_bytes()); })
       .def_prop_ro("max_outstanding_bytes",
                    [](const SimDevice& d) { return pair(d.max_outstanding_bytes()); })

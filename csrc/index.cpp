@@ -34,6 +34,7 @@ SlotIndex::SlotIndex(const std::vector<uint32_t>& slots_per_class, std::vector<u
   uint64_t total = 0;
   for (const uint32_t slots : slots_per_class) {
     if (slots == 0) refuse("a slot class has no slots");
+    if (total + slots >= (uint64_t{1} << 31)) refuse("an index holds at most 2^31 - 1 slots");
     Class c;
     c.first = static_cast<uint32_t>(total);
     c.slots = slots;
@@ -42,7 +43,6 @@ SlotIndex::SlotIndex(const std::vector<uint32_t>& slots_per_class, std::vector<u
     c.counts.free = c.counts.total = slots;
     classes_.push_back(std::move(c));
     total += slots;
-    if (total >= (uint64_t{1} << 31)) refuse("an index holds at most 2^31 - 1 slots");
   }
   for (const uint32_t c : group_classes_) {
     if (c >= classes_.size())
