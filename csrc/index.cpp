@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -17,6 +19,16 @@ constexpr size_t kBatch = 16;
 constexpr int kScanRuns = 1024;
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+// Random visits to tens of MB: with pages of 4 KiB most of their time would go into address translation.
+template <typename T>
+void reserve_huge(std::vector<T>* v, size_t n) {
+  constexpr uintptr_t kHugePage = 2 << 20;
+  v->reserve(n);
+  const auto begin = (reinterpret_cast<uintptr_t>(v->data()) + kHugePage - 1) & ~(kHugePage - 1);
+  const auto end = reinterpret_cast<uintptr_t>(v->data() + n) & ~(kHugePage - 1);
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a hint: may fail
+}
 
 std::string name(uint64_t group, uint32_t slot) {
   return "slot " + std::to_string(slot) + " (group " + std::to_string(group) + ")";
@@ -49,12 +61,13 @@ SlotIndex::SlotIndex(const std::vector<uint32_t>& slots_per_class, std::vector<u
       refuse("group class " + std::to_string(c) + "; there are " + std::to_string(classes_.size()) +
              " classes");
   }
-  nodes_.resize(total);
-  links_.resize(total, {kNoSlot, kNoSlot});
   uint64_t cells = 16;
   while (cells < 2 * total) cells *= 2;  // at most half full: probes stay short
-  cells_.resize(cells, {kNoSlot, 0});
   mask_ = cells - 1;
+  reserve_huge(&nodes_, total);
+  reserve_huge(&cells_, cells);
+  nodes_.resize(total);
+  cells_.resize(cells, {kNoSlot, 0});
 }
 
 SlotIndex::Class& SlotIndex::class_of(uint64_t group) {
@@ -89,10 +102,12 @@ uint32_t SlotIndex::find(uint64_t h, uint64_t group, const uint8_t* key) const {
 }
 
 // Calls visit(i, node or kNoSlot) for each key until it returns false. A million slots do not fit a cache:
-// fetch the cells of a batch, then the nodes they name, then compare.
+// fetch the cells of a batch, then the nodes they name, then their neighbours in the LRU list (where the
+// visitor will unlink them), then compare.
 template <typename Visit>
-void SlotIndex::look_up(uint64_t group, const uint8_t* keys, size_t n, Visit visit) {
+void SlotIndex::look_up(uint64_t group, const uint8_t* keys, size_t n, bool neighbours, Visit visit) {
   uint64_t hashes[kBatch];
+  uint32_t likely[kBatch];
   for (size_t start = 0; start < n; start += kBatch) {
     const size_t batch = std::min(kBatch, n - start);
     for (size_t i = 0; i < batch; ++i) {
@@ -100,10 +115,13 @@ void SlotIndex::look_up(uint64_t group, const uint8_t* keys, size_t n, Visit vis
       __builtin_prefetch(&cells_[hashes[i] & mask_]);
     }
     for (size_t i = 0; i < batch; ++i) {
-      const uint32_t node = cells_[hashes[i] & mask_].node;
-      if (node == kNoSlot) continue;
-      __builtin_prefetch(&nodes_[node]);
-      __builtin_prefetch(&links_[node]);
+      likely[i] = cells_[hashes[i] & mask_].node;
+      if (likely[i] != kNoSlot) __builtin_prefetch(&nodes_[likely[i]]);
+    }
+    for (size_t i = 0; neighbours && i < batch; ++i) {
+      if (likely[i] == kNoSlot) continue;
+      if (nodes_[likely[i]].older != kNoSlot) __builtin_prefetch(&nodes_[nodes_[likely[i]].older], 1);
+      if (nodes_[likely[i]].newer != kNoSlot) __builtin_prefetch(&nodes_[nodes_[likely[i]].newer], 1);
     }
     for (size_t i = 0; i < batch; ++i) {
       if (!visit(start + i, find(hashes[i], group, keys + (start + i) * key_bytes_))) return;
@@ -135,15 +153,16 @@ void SlotIndex::remove(uint32_t n) {
 // ----------------------------------------------------------------------------------------------
 
 void SlotIndex::link_newest(Class& c, uint32_t n) {
-  links_[n] = {c.newest, kNoSlot};
-  (c.newest == kNoSlot ? c.oldest : links_[c.newest].newer) = n;
+  nodes_[n].older = c.newest;
+  nodes_[n].newer = kNoSlot;
+  (c.newest == kNoSlot ? c.oldest : nodes_[c.newest].newer) = n;
   c.newest = n;
 }
 
 void SlotIndex::unlink(Class& c, uint32_t n) {
-  const Link link = links_[n];
-  (link.older == kNoSlot ? c.oldest : links_[link.older].newer) = link.newer;
-  (link.newer == kNoSlot ? c.newest : links_[link.newer].older) = link.older;
+  const Node& node = nodes_[n];
+  (node.older == kNoSlot ? c.oldest : nodes_[node.older].newer) = node.newer;
+  (node.newer == kNoSlot ? c.newest : nodes_[node.newer].older) = node.older;
 }
 
 void SlotIndex::take_pin(Class& c, uint32_t n) {
@@ -156,7 +175,7 @@ void SlotIndex::take_pin(Class& c, uint32_t n) {
 size_t SlotIndex::match_and_pin(uint64_t group, const uint8_t* keys, size_t n, uint32_t* slots) {
   Class& c = class_of(group);
   size_t length = 0;
-  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, true, [&](size_t i, uint32_t node) {
     if (node == kNoSlot || nodes_[node].state != State::kReady) return false;
     take_pin(c, node);
     slots[i] = node - c.first;
@@ -169,7 +188,7 @@ size_t SlotIndex::match_and_pin(uint64_t group, const uint8_t* keys, size_t n, u
 size_t SlotIndex::match(uint64_t group, const uint8_t* keys, size_t n) {
   class_of(group);
   size_t length = 0;
-  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, false, [&](size_t i, uint32_t node) {
     if (node == kNoSlot || nodes_[node].state != State::kReady) return false;
     length = i + 1;
     return true;
@@ -179,7 +198,7 @@ size_t SlotIndex::match(uint64_t group, const uint8_t* keys, size_t n) {
 
 void SlotIndex::contains(uint64_t group, const uint8_t* keys, size_t n, Presence* out) {
   class_of(group);
-  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, false, [&](size_t i, uint32_t node) {
     out[i] = node == kNoSlot                          ? Presence::kAbsent
              : nodes_[node].state == State::kReserved ? Presence::kReserved
                                                       : Presence::kReady;
@@ -189,7 +208,7 @@ void SlotIndex::contains(uint64_t group, const uint8_t* keys, size_t n, Presence
 
 void SlotIndex::pin(uint64_t group, const uint8_t* keys, size_t n, uint32_t* slots) {
   Class& c = class_of(group);
-  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, false, [&](size_t i, uint32_t node) {
     if (node == kNoSlot || nodes_[node].state != State::kReady)
       refuse("key " + std::to_string(i) + " of " + std::to_string(n) + " is not ready; nothing was pinned");
     slots[i] = node - c.first;
@@ -262,7 +281,7 @@ void SlotIndex::forget_ready(Class& c, uint32_t n) {
 size_t SlotIndex::evict(Class& c, size_t wanted) {
   size_t evicted = 0;
   for (uint32_t n = c.oldest; n != kNoSlot && evicted < wanted;) {
-    const uint32_t next = links_[n].newer;
+    const uint32_t next = nodes_[n].newer;
     if (!nodes_[n].marked) {
       forget_ready(c, n);
       ++evicted;
@@ -325,7 +344,7 @@ void SlotIndex::reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t n
   // Keys of this very call are not to be evicted for each other.
   std::vector<uint32_t> present;
   size_t wanted = 0;
-  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, false, [&](size_t i, uint32_t node) {
     slots[i] = kNoSlot;
     if (node == kNoSlot) {
       ++wanted;

@@ -51,15 +51,13 @@ class SlotIndex {
 
  private:
   enum class State : uint8_t { kFree, kReserved, kReady, kReservedForgotten, kReadyForgotten };
-  struct Node {
+  struct alignas(64) Node {  // one cache line: a lookup of thousands of keys waits for memory and little else
     uint8_t key[kMaxKeyBytes];
     uint32_t group;
     uint32_t pins;
+    uint32_t older, newer;  // in the LRU list
     State state;
     bool marked;  // scratch
-  };
-  struct Link {
-    uint32_t older, newer;
   };
   // A cell of the open-addressing table; `tag` spares most visits of nodes.
   struct Cell {
@@ -79,7 +77,7 @@ class SlotIndex {
   uint64_t hash(uint64_t group, const uint8_t* key) const;
   uint32_t find(uint64_t hash, uint64_t group, const uint8_t* key) const;
   template <typename Visit>
-  void look_up(uint64_t group, const uint8_t* keys, size_t n, Visit visit);
+  void look_up(uint64_t group, const uint8_t* keys, size_t n, bool neighbours, Visit visit);
   void insert(uint32_t node);
   void remove(uint32_t node);
   void link_newest(Class& c, uint32_t node);
@@ -96,7 +94,6 @@ class SlotIndex {
   const uint32_t key_bytes_;
   std::vector<Class> classes_;
   std::vector<Node> nodes_;
-  std::vector<Link> links_;
   std::vector<Cell> cells_;
   uint64_t mask_ = 0;
   uint64_t version_ = 0, evictions_ = 0;
