@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The native module's contract, as Python sees it.
 from collections.abc import Buffer, Sequence  # type: ignore[attr-defined]
 from typing import Any
@@ -43,6 +44,11 @@ class HostPool:
 
 class Policy:
     """backend: auto|memcpy|kernel|chunked|staged; 0 = unset: the device profile decides."""
+    backend: str
+    max_grid_blocks: int
+    chunk_descriptors: int
+    chunk_bytes: int
+    inflight_chunks: int
     def __init__(self, backend: str = "auto", max_grid_blocks: int = 0, chunk_descriptors: int = 0,
                  chunk_bytes: int = 0, inflight_chunks: int = 0) -> None: ...
 
