@@ -9,6 +9,10 @@ class Segment:
     Ranges of different `allocation` ids never merge. Segments are given in slot order: segment i lies behind
     segments 0..i-1 in the slot.
     """
+    base: int
+    block_stride: int
+    bytes: int
+    allocation: int
     def __init__(self, base: int, block_stride: int, bytes: int, allocation: int) -> None: ...
 
 class GroupLayout:
