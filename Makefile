@@ -3,6 +3,7 @@
 
 BIN := .venv/bin
 ENV_READY := .venv/.env-ready
+TOOLS_READY := .venv/.tools-ready
 NATIVE_READY := .venv/.native-ready
 
 .DEFAULT_GOAL := help
@@ -13,22 +14,26 @@ help:  ## Show this list
 
 setup: $(NATIVE_READY)  ## Make .venv: torch and vLLM for CPU, tools, this project (minutes; needs network)
 
-$(ENV_READY): scripts/setup.sh pyproject.toml
+$(ENV_READY): scripts/setup.sh
 	@scripts/setup.sh env
 	@touch $@
 
-$(NATIVE_READY): $(ENV_READY) CMakeLists.txt $(wildcard csrc/*)
+$(TOOLS_READY): $(ENV_READY) pyproject.toml
+	@scripts/setup.sh tools
+	@touch $@
+
+$(NATIVE_READY): $(TOOLS_READY) CMakeLists.txt $(wildcard csrc/*)
 	@scripts/setup.sh native
 	@touch $@
 
-native: $(ENV_READY)  ## Rebuild the native engine and install it into .venv
+native: $(TOOLS_READY)  ## Rebuild the native engine and install it into .venv
 	@scripts/setup.sh native
 	@touch $(NATIVE_READY)
 
 test: setup lint  ## Run everything that needs no GPU, as CI does (GPU tests are skipped where there is none)
 	$(BIN)/python -m pytest -rs
 
-lint: $(ENV_READY)  ## Check style and types: ruff, mypy, clang-format
+lint: $(TOOLS_READY)  ## Check style and types: ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -37,8 +42,8 @@ lint: $(ENV_READY)  ## Check style and types: ruff, mypy, clang-format
 demo: setup  ## Serve a tiny model through vLLM with the connector and show what came from where
 	$(BIN)/python examples/demo/demo.py
 
-bench: setup  ## Run the benchmarks that need no GPU
-	@for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+bench: setup  ## What the native engine costs vLLM's threads: hand-over and lookup times (needs no GPU)
+	$(BIN)/python benchmarks/native_costs.py
 
 clean:  ## Remove .venv, builds and caches
 	rm -rf .venv build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

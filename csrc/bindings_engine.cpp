@@ -88,6 +88,7 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("chunks", &SimDevice::chunks)
       .def_prop_ro("max_grid", &SimDevice::max_grid)
       .def_prop_ro("live_events", &SimDevice::live_events)
+      .def_prop_ro("unready_events", &SimDevice::unready_events)
       .def_prop_ro("outstanding_bytes", [](const SimDevice& d) { return pair(d.outstanding_bytes()); })
       .def_prop_ro("max_outstanding_bytes",
                    [](const SimDevice& d) { return pair(d.max_outstanding_bytes()); })
@@ -110,7 +111,12 @@ void bind_engine(nb::module_& m) {
       .def_ro("reason", &JobResult::reason)
       .def_ro("queue_s", &JobResult::queue_s)
       .def_ro("transfer_s", &JobResult::transfer_s)
-      .def_ro("peak_outstanding_bytes", &JobResult::peak_outstanding_bytes);
+      .def_ro("peak_outstanding_bytes", &JobResult::peak_outstanding_bytes)
+      .def("__repr__", [](const JobResult& r) {
+        return "JobResult(" + std::to_string(r.job_id) + ", " + to_string(r.direction) + ", " +
+               to_string(r.status) + (r.error.empty() ? "" : ": " + r.error) + ", " +
+               std::to_string(r.bytes) + " bytes, " + r.backend + ")";
+      });
 
   nb::class_<EngineHandle>(m, "TransferEngine")
       .def("__init__", &make_engine, nb::arg("device"), nb::arg("pool"), nb::arg("layouts"),

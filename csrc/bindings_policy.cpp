@@ -41,6 +41,17 @@ void read_by_backend(const nb::dict& from, const char* key, std::array<double, k
   }
 }
 
+// Microseconds by the name of the backend.
+void read_costs(const nb::dict& from, const char* key, std::array<double, kBackends>* to) {
+  const nb::object costs = child(from, key);
+  if (costs.is_none()) return;
+  const auto by_backend = nb::cast<nb::dict>(costs);
+  for (auto [backend, cost] : by_backend) {
+    const auto name = nb::cast<std::string>(backend);
+    read(by_backend, name.c_str(), &(*to)[static_cast<int>(parse_backend(name))]);
+  }
+}
+
 DirectionProfile read_direction(const nb::dict& from) {
   DirectionProfile d;
   read(from, "contiguous_gib_per_s", &d.contiguous_gib_per_s);
@@ -56,6 +67,8 @@ DirectionProfile read_direction(const nb::dict& from) {
     read(row, "gib_per_s", &p.gib_per_s);
     read(row, "chunk_descriptors", &p.chunk_descriptors);
     read(row, "chunk_bytes", &p.chunk_bytes);
+    read(row, "chunk_descriptors", &p.chunk_descriptors);
+    read(row, "chunk_bytes", &p.chunk_bytes);
     d.curve.push_back(p);
   });
   each(from, "interference", [&](const nb::dict& row) {
@@ -66,6 +79,8 @@ DirectionProfile read_direction(const nb::dict& from) {
     read(row, "grid", &p.grid);
     read(row, "chunk_descriptors", &p.chunk_descriptors);
     read(row, "p99_growth", &p.p99_growth);
+    read(row, "chunk_bytes", &p.chunk_bytes);
+    read(row, "range_bytes", &p.range_bytes);
     read(row, "chunk_bytes", &p.chunk_bytes);
     read(row, "range_bytes", &p.range_bytes);
     d.interference.push_back(p);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "index.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -12,11 +14,17 @@ namespace {
 // Keys looked up together: enough to hide the latency of memory, few enough to stay in the first-level cache.
 constexpr size_t kBatch = 16;
 
-// Free runs looked at before a search settles for a shorter one: in a pool in splinters a whole scan would
-// cost the scheduler milliseconds.
-constexpr int kScanRuns = 1024;
-
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+// Random visits to tens of MB: with pages of 4 KiB most of their time would go into address translation.
+template <typename T>
+void reserve_huge(std::vector<T>* v, size_t n) {
+  constexpr uintptr_t kHugePage = 2 << 20;
+  v->reserve(n);
+  const auto begin = (reinterpret_cast<uintptr_t>(v->data()) + kHugePage - 1) & ~(kHugePage - 1);
+  const auto end = reinterpret_cast<uintptr_t>(v->data() + n) & ~(kHugePage - 1);
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a hint: may fail
+}
 
 std::string name(uint64_t group, uint32_t slot) {
   return "slot " + std::to_string(slot) + " (group " + std::to_string(group) + ")";
@@ -34,27 +42,24 @@ SlotIndex::SlotIndex(const std::vector<uint32_t>& slots_per_class, std::vector<u
   uint64_t total = 0;
   for (const uint32_t slots : slots_per_class) {
     if (slots == 0) refuse("a slot class has no slots");
-    Class c;
-    c.first = static_cast<uint32_t>(total);
-    c.slots = slots;
-    c.free_bits.assign((uint64_t{slots} + 63) / 64, ~uint64_t{0});
-    if (slots % 64 != 0) c.free_bits.back() = (uint64_t{1} << (slots % 64)) - 1;
+    if (total + slots >= (uint64_t{1} << 31)) refuse("an index holds at most 2^31 - 1 slots");
+    Class c{static_cast<uint32_t>(total), slots, FreeSlots(slots)};
     c.counts.free = c.counts.total = slots;
     classes_.push_back(std::move(c));
     total += slots;
-    if (total >= (uint64_t{1} << 31)) refuse("an index holds at most 2^31 - 1 slots");
   }
   for (const uint32_t c : group_classes_) {
     if (c >= classes_.size())
       refuse("group class " + std::to_string(c) + "; there are " + std::to_string(classes_.size()) +
              " classes");
   }
-  nodes_.resize(total);
-  links_.resize(total, {kNoSlot, kNoSlot});
   uint64_t cells = 16;
   while (cells < 2 * total) cells *= 2;  // at most half full: probes stay short
-  cells_.resize(cells, {kNoSlot, 0});
   mask_ = cells - 1;
+  reserve_huge(&nodes_, total);
+  reserve_huge(&cells_, cells);
+  nodes_.resize(total);
+  cells_.resize(cells, {kNoSlot, 0});
 }
 
 SlotIndex::Class& SlotIndex::class_of(uint64_t group) {
@@ -89,10 +94,12 @@ uint32_t SlotIndex::find(uint64_t h, uint64_t group, const uint8_t* key) const {
 }
 
 // Calls visit(i, node or kNoSlot) for each key until it returns false. A million slots do not fit a cache:
-// fetch the cells of a batch, then the nodes they name, then compare.
+// fetch the cells of a batch, then the nodes they name, then their neighbours in the LRU list (where the
+// visitor will unlink them), then compare.
 template <typename Visit>
-void SlotIndex::look_up(uint64_t group, const uint8_t* keys, size_t n, Visit visit) {
+void SlotIndex::look_up(uint64_t group, const uint8_t* keys, size_t n, bool neighbours, Visit visit) {
   uint64_t hashes[kBatch];
+  uint32_t likely[kBatch];
   for (size_t start = 0; start < n; start += kBatch) {
     const size_t batch = std::min(kBatch, n - start);
     for (size_t i = 0; i < batch; ++i) {
@@ -100,10 +107,13 @@ void SlotIndex::look_up(uint64_t group, const uint8_t* keys, size_t n, Visit vis
       __builtin_prefetch(&cells_[hashes[i] & mask_]);
     }
     for (size_t i = 0; i < batch; ++i) {
-      const uint32_t node = cells_[hashes[i] & mask_].node;
-      if (node == kNoSlot) continue;
-      __builtin_prefetch(&nodes_[node]);
-      __builtin_prefetch(&links_[node]);
+      likely[i] = cells_[hashes[i] & mask_].node;
+      if (likely[i] != kNoSlot) __builtin_prefetch(&nodes_[likely[i]]);
+    }
+    for (size_t i = 0; neighbours && i < batch; ++i) {
+      if (likely[i] == kNoSlot) continue;
+      if (nodes_[likely[i]].older != kNoSlot) __builtin_prefetch(&nodes_[nodes_[likely[i]].older], 1);
+      if (nodes_[likely[i]].newer != kNoSlot) __builtin_prefetch(&nodes_[nodes_[likely[i]].newer], 1);
     }
     for (size_t i = 0; i < batch; ++i) {
       if (!visit(start + i, find(hashes[i], group, keys + (start + i) * key_bytes_))) return;
@@ -135,15 +145,16 @@ void SlotIndex::remove(uint32_t n) {
 // ----------------------------------------------------------------------------------------------
 
 void SlotIndex::link_newest(Class& c, uint32_t n) {
-  links_[n] = {c.newest, kNoSlot};
-  (c.newest == kNoSlot ? c.oldest : links_[c.newest].newer) = n;
+  nodes_[n].older = c.newest;
+  nodes_[n].newer = kNoSlot;
+  (c.newest == kNoSlot ? c.oldest : nodes_[c.newest].newer) = n;
   c.newest = n;
 }
 
 void SlotIndex::unlink(Class& c, uint32_t n) {
-  const Link link = links_[n];
-  (link.older == kNoSlot ? c.oldest : links_[link.older].newer) = link.newer;
-  (link.newer == kNoSlot ? c.newest : links_[link.newer].older) = link.older;
+  const Node& node = nodes_[n];
+  (node.older == kNoSlot ? c.oldest : nodes_[node.older].newer) = node.newer;
+  (node.newer == kNoSlot ? c.newest : nodes_[node.newer].older) = node.older;
 }
 
 void SlotIndex::take_pin(Class& c, uint32_t n) {
@@ -156,7 +167,7 @@ void SlotIndex::take_pin(Class& c, uint32_t n) {
 size_t SlotIndex::match_and_pin(uint64_t group, const uint8_t* keys, size_t n, uint32_t* slots) {
   Class& c = class_of(group);
   size_t length = 0;
-  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, true, [&](size_t i, uint32_t node) {
     if (node == kNoSlot || nodes_[node].state != State::kReady) return false;
     take_pin(c, node);
     slots[i] = node - c.first;
@@ -169,7 +180,7 @@ size_t SlotIndex::match_and_pin(uint64_t group, const uint8_t* keys, size_t n, u
 size_t SlotIndex::match(uint64_t group, const uint8_t* keys, size_t n) {
   class_of(group);
   size_t length = 0;
-  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, false, [&](size_t i, uint32_t node) {
     if (node == kNoSlot || nodes_[node].state != State::kReady) return false;
     length = i + 1;
     return true;
@@ -179,7 +190,7 @@ size_t SlotIndex::match(uint64_t group, const uint8_t* keys, size_t n) {
 
 void SlotIndex::contains(uint64_t group, const uint8_t* keys, size_t n, Presence* out) {
   class_of(group);
-  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, false, [&](size_t i, uint32_t node) {
     out[i] = node == kNoSlot                          ? Presence::kAbsent
              : nodes_[node].state == State::kReserved ? Presence::kReserved
                                                       : Presence::kReady;
@@ -189,7 +200,7 @@ void SlotIndex::contains(uint64_t group, const uint8_t* keys, size_t n, Presence
 
 void SlotIndex::pin(uint64_t group, const uint8_t* keys, size_t n, uint32_t* slots) {
   Class& c = class_of(group);
-  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, false, [&](size_t i, uint32_t node) {
     if (node == kNoSlot || nodes_[node].state != State::kReady)
       refuse("key " + std::to_string(i) + " of " + std::to_string(n) + " is not ready; nothing was pinned");
     slots[i] = node - c.first;
@@ -240,9 +251,8 @@ void SlotIndex::unpin(uint64_t group, const uint32_t* slots, size_t n) {
 
 // The caller has taken the node out of the map, the LRU list and its count.
 void SlotIndex::set_free(Class& c, uint32_t n) {
-  const uint32_t slot = n - c.first;
   nodes_[n].state = State::kFree;
-  c.free_bits[slot / 64] |= uint64_t{1} << (slot % 64);
+  c.free.give_back(n - c.first);
   ++c.counts.free;
 }
 
@@ -262,7 +272,7 @@ void SlotIndex::forget_ready(Class& c, uint32_t n) {
 size_t SlotIndex::evict(Class& c, size_t wanted) {
   size_t evicted = 0;
   for (uint32_t n = c.oldest; n != kNoSlot && evicted < wanted;) {
-    const uint32_t next = links_[n].newer;
+    const uint32_t next = nodes_[n].newer;
     if (!nodes_[n].marked) {
       forget_ready(c, n);
       ++evicted;
@@ -273,51 +283,6 @@ size_t SlotIndex::evict(Class& c, size_t wanted) {
   return evicted;
 }
 
-// The first run of `length` free slots that begins at or after `from`; kNoSlot if there is none nearby.
-uint32_t SlotIndex::find_run(const Class& c, uint32_t from, uint32_t length) const {
-  const auto next = [&](uint32_t at, bool free) {  // the first slot from `at` on that is free, or that is not
-    for (uint32_t word = at / 64; word < c.free_bits.size(); ++word) {
-      uint64_t bits = free ? c.free_bits[word] : ~c.free_bits[word];
-      if (word == at / 64) bits &= ~uint64_t{0} << (at % 64);
-      if (bits != 0) return std::min<uint32_t>(c.slots, word * 64 + __builtin_ctzll(bits));
-    }
-    return c.slots;
-  };
-  uint32_t begin = next(from, true);
-  for (int runs = 0; begin < c.slots && runs < kScanRuns; ++runs) {
-    const uint32_t end = next(begin, false);
-    if (end - begin >= length) return begin;
-    begin = next(end, true);
-  }
-  return kNoSlot;
-}
-
-// Neighbouring slots merge into one range of bytes, so look for one run, then for two halves, and so on;
-// first right behind `near`. The caller made sure that `wanted` slots are free.
-void SlotIndex::allocate(Class& c, size_t wanted, int64_t near, std::vector<uint32_t>* slots) {
-  uint32_t at = near >= 0 && near + 1 < c.slots ? static_cast<uint32_t>(near + 1) : c.cursor;
-  const auto is_free = [&](uint32_t slot) { return (c.free_bits[slot / 64] >> (slot % 64) & 1) != 0; };
-  const auto take_run = [&] {
-    for (; at < c.slots && is_free(at) && wanted > 0; ++at, --wanted) {
-      c.free_bits[at / 64] &= ~(uint64_t{1} << (at % 64));
-      slots->push_back(at);
-    }
-  };
-  if (near >= 0 && near + 1 < c.slots) take_run();
-  for (uint32_t length = static_cast<uint32_t>(wanted); wanted > 0;) {
-    length = std::min(length, static_cast<uint32_t>(wanted));
-    uint32_t run = find_run(c, at < c.slots ? at : 0, length);
-    if (run == kNoSlot) run = find_run(c, 0, length);
-    if (run == kNoSlot) {
-      length /= 2;
-      continue;
-    }
-    at = run;
-    take_run();
-  }
-  c.cursor = at < c.slots ? at : 0;
-}
-
 void SlotIndex::reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t near, uint32_t* slots) {
   Class& c = class_of(group);
   if (near >= int64_t{c.slots})
@@ -325,7 +290,7 @@ void SlotIndex::reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t n
   // Keys of this very call are not to be evicted for each other.
   std::vector<uint32_t> present;
   size_t wanted = 0;
-  look_up(group, keys, n, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, false, [&](size_t i, uint32_t node) {
     slots[i] = kNoSlot;
     if (node == kNoSlot) {
       ++wanted;
@@ -342,7 +307,7 @@ void SlotIndex::reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t n
   for (const uint32_t node : present) nodes_[node].marked = false;
 
   scratch_.clear();
-  allocate(c, granted, near, &scratch_);
+  c.free.take(granted, near, &scratch_);
   size_t used = 0;
   for (size_t i = 0; i < n; ++i) {
     const bool absent = slots[i] == kNoSlot;
@@ -359,7 +324,7 @@ void SlotIndex::reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t n
     insert(c.first + slot);
     slots[i] = slot;
   }
-  for (size_t i = used; i < granted; ++i) c.free_bits[scratch_[i] / 64] |= uint64_t{1} << (scratch_[i] % 64);
+  for (size_t i = used; i < granted; ++i) c.free.give_back(scratch_[i]);
   c.counts.free -= used;
   c.counts.reserved += used;
 }

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "free_slots.h"
 #include "pool.h"  // kMaxKeyBytes
 
 namespace pega {
@@ -51,15 +52,13 @@ class SlotIndex {
 
  private:
   enum class State : uint8_t { kFree, kReserved, kReady, kReservedForgotten, kReadyForgotten };
-  struct Node {
+  struct alignas(64) Node {  // one cache line: a lookup of thousands of keys waits for memory and little else
     uint8_t key[kMaxKeyBytes];
     uint32_t group;
     uint32_t pins;
+    uint32_t older, newer;  // in the LRU list
     State state;
     bool marked;  // scratch
-  };
-  struct Link {
-    uint32_t older, newer;
   };
   // A cell of the open-addressing table; `tag` spares most visits of nodes.
   struct Cell {
@@ -67,19 +66,18 @@ class SlotIndex {
     uint32_t tag;
   };
   struct Class {
-    uint32_t first = 0;  // node of slot 0
-    uint32_t slots = 0;
+    uint32_t first;  // node of slot 0
+    uint32_t slots;
+    FreeSlots free;
     uint32_t oldest = kNoSlot, newest = kNoSlot;
-    uint32_t cursor = 0;  // where the last reservation ended: next fit
-    std::vector<uint64_t> free_bits;
-    Counts counts;
+    Counts counts = {};
   };
 
   Class& class_of(uint64_t group);
   uint64_t hash(uint64_t group, const uint8_t* key) const;
   uint32_t find(uint64_t hash, uint64_t group, const uint8_t* key) const;
   template <typename Visit>
-  void look_up(uint64_t group, const uint8_t* keys, size_t n, Visit visit);
+  void look_up(uint64_t group, const uint8_t* keys, size_t n, bool neighbours, Visit visit);
   void insert(uint32_t node);
   void remove(uint32_t node);
   void link_newest(Class& c, uint32_t node);
@@ -88,15 +86,12 @@ class SlotIndex {
   void set_free(Class& c, uint32_t node);
   void forget_ready(Class& c, uint32_t node);
   size_t evict(Class& c, size_t wanted);
-  uint32_t find_run(const Class& c, uint32_t from, uint32_t length) const;
-  void allocate(Class& c, size_t wanted, int64_t near, std::vector<uint32_t>* slots);
   uint32_t checked(const Class& c, uint64_t group, uint32_t slot) const;
 
   const std::vector<uint32_t> group_classes_;
   const uint32_t key_bytes_;
   std::vector<Class> classes_;
   std::vector<Node> nodes_;
-  std::vector<Link> links_;
   std::vector<Cell> cells_;
   uint64_t mask_ = 0;
   uint64_t version_ = 0, evictions_ = 0;

@@ -60,6 +60,14 @@ void SimDevice::release_event(EventId event) {
     violation("release of event " + std::to_string(event) + ", which is not live");
 }
 
+std::vector<EventId> SimDevice::unready_events() const {
+  std::vector<EventId> unready;
+  for (const auto& [event, queries] : events_) {
+    if (queries != 0) unready.push_back(event);
+  }
+  return unready;
+}
+
 Ticket SimDevice::submit(const Chunk& chunk) {
   const auto direction = static_cast<int>(chunk.direction);
   advance();

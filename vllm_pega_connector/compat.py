@@ -74,3 +74,18 @@ def worker_rank() -> tuple[int, int]:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return get_pp_group().rank_in_group, get_tp_group().rank_in_group
+
+
+def required_layout(vllm_config: Any, kv_layout: str) -> str | None:
+    """The KV layout to ask vLLM for (0.29 and newer; older ones know `prefer_cross_layer_blocks` instead).
+
+    "block" asks for blocks outermost: one block of all layers is one range. vLLM drops the wish with a warning where
+    its attention backend cannot do it. CPU vLLM has one layout only.
+    """
+    if kv_layout != "block" or vllm_config.device_config.device_type == "cpu":
+        return None
+    try:
+        import vllm.v1.kv_cache_layout  # noqa: F401
+    except ImportError:
+        return None
+    return "BLNHC"

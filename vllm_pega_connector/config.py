@@ -35,8 +35,6 @@ BackendName = Literal["auto", "memcpy", "kernel", "chunked", "staged"]
 ObjectiveName = Literal["throughput", "balanced", "tail", "strict"]
 Direction = Literal["load", "save"]
 ENV_PREFIX = "VLLM_PEGA_"
-# Variables with our prefix that are read elsewhere and are no settings of a connector.
-OTHER_VARIABLES = frozenset({"VLLM_PEGA_CACHE_DIR"})
 
 
 class ConfigError(ValueError):
@@ -155,8 +153,8 @@ class MigrationConfig(_Model):
 class PegaConfig(_Model):
     """The whole of `kv_connector_extra_config`, every default filled in."""
 
-    host_pool_gib: Literal["auto"] | Number = Field(
-        default="auto", gt=0, le=1 << 20, description='GiB of host memory per rank, above 0, or "auto"'
+    host_pool_gib: Literal["auto"] | Annotated[Number, Field(gt=0, le=1 << 20)] = Field(
+        default="auto", description='GiB of host memory per rank, above 0 and at most 1048576, or "auto"'
     )
     kv_layout: Literal["auto", "vllm", "block"] = Field(default="auto", description="auto, vllm or block")
     load_policy: Annotated[PolicyConfig, BeforeValidator(_policy)] = Field(
@@ -276,17 +274,17 @@ def _environment(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """The overrides that the environment sets, as JSON values, and what is wrong with the variables' names."""
     overrides: dict[str, Any] = {}
     problems: list[str] = []
-    known = [f"{ENV_PREFIX}{key.upper()}" for key in PegaConfig.model_fields if key != "migration"]
+    known = {f"{ENV_PREFIX}{key.upper()}": key for key in PegaConfig.model_fields if key != "migration"}
     for variable in sorted(name for name in env if name.startswith(ENV_PREFIX) and env[name]):
         key = variable.removeprefix(ENV_PREFIX).lower()
         if variable in known:
             overrides[key] = _from_text(key, env[variable].strip())
         elif key.split("_")[0] == "migration":
             problems.append(f"{variable}: migration is an object; set it in kv_connector_extra_config")
-        elif variable not in OTHER_VARIABLES:
-            close = difflib.get_close_matches(variable, known, n=1, cutoff=0.6)
-            mend = f"; did you mean {close[0]}?" if close else "; unset it"
-            problems.append(f"{variable}: no such setting{mend}")
+        else:
+            close = difflib.get_close_matches(key, known.values(), n=1, cutoff=0.6)
+            mend = f"did you mean {ENV_PREFIX}{close[0].upper()}?" if close else "unset it"
+            problems.append(f"{variable}: no such setting; {mend}")
     return overrides, problems
 
 

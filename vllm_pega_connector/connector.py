@@ -56,6 +56,16 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.register(kv_caches)
 
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """vLLM 0.26 to 0.28, V1 model runner: one tensor in which a block of all layers is one range."""
+        return self._worker is not None and self._worker.wants_block_layout
+
+    def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
+        if self._worker is not None:
+            names = [name for group in self._kv_cache_config.kv_cache_groups for name in group.layer_names]
+            self._worker.register(dict.fromkeys(names, kv_cache))
+
     def get_handshake_metadata(self) -> PegaHandshake | None:
         return self._worker.handshake if self._worker is not None else None
 
@@ -166,6 +176,11 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             return self._scheduler.take_stats()
         return None
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        config = PegaConfig.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return compat.required_layout(vllm_config, config.kv_layout)
 
     @classmethod
     @guarded(lambda: None)

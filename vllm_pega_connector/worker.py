@@ -37,6 +37,10 @@ class PegaWorker:
 
     # --- start ---
 
+    @property
+    def wants_block_layout(self) -> bool:
+        return self._config.kv_layout == "block" and self._vllm_config.device_config.device_type != "cpu"
+
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Builds pool, device and engine over vLLM's tensors. Raises with what to change: start-up must fail loudly."""
         from vllm_pega_connector import _native

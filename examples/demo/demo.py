@@ -27,7 +27,7 @@ from tests.support.tiny_model import random_prompt  # noqa: E402
 # 20 million parameters: large enough for two cores to take about a second over a prompt, so that a hit shows.
 MODEL_SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "kv-heads": 4}
 BLOCK_TOKENS = 32  # CPU attention wants a multiple of 32
-GPU_BLOCKS = 96  # 3,072 tokens: three of the prompts fit, the fourth evicts the first
+GPU_BLOCKS = 72  # 2,304 tokens: two of the prompts fit, and any three evict a fourth wholly
 PROMPT_TOKENS = 900
 ANSWER_TOKENS = 16
 HOST_POOL_GIB = 0.25  # 512 blocks of 512 KiB
@@ -62,16 +62,17 @@ class Served:
 
 
 def requests() -> list[Request]:
-    """Four prompts that do not fit the GPU cache together, then again, each loaded by another backend."""
+    """Four prompts that do not fit the GPU cache together, then again, each loaded by another backend; then one that
+    is still in the GPU cache, and a conversation that goes on."""
     prompts = {name: random_prompt(PROMPT_TOKENS, seed) for seed, name in enumerate("ABCD")}
-    first = [Request(f"{name}, for the first time", prompt) for name, prompt in prompts.items()]
-    policies = ["auto", "kernel", "chunked", "staged"]
+    first = [Request(name, prompt) for name, prompt in prompts.items()]
+    policies = ["memcpy", "kernel", "chunked", "staged"]
     again = [
-        Request(f"{name} again ({policy})", prompt, policy)
+        Request(f"{name} again", prompt, policy)
         for (name, prompt), policy in zip(prompts.items(), policies, strict=True)
     ]
     follow_up = f"{prompts['A']} {random_prompt(100, seed=9)}"
-    return [*first, *again, Request("D at once again", prompts["D"]), Request("A and 100 more words", follow_up)]
+    return [*first, *again, Request("D at once again", prompts["D"]), Request("A, 100 words more", follow_up)]
 
 
 def run(title: str, model: Path, arguments: list[str], log: Path) -> tuple[list[Served], dict[str, Any]]:
@@ -116,16 +117,18 @@ def settled_metrics(server: Server, timeout_s: float = 10) -> dict[str, Any]:
 
 def show_requests(plain: list[Served], served: list[Served]) -> None:
     table = Table(title="Where each prompt's tokens came from", title_justify="left")
-    table.add_column("request (load policy)")
-    for name in ("prompt tokens", "GPU cache", "host pool", "computed"):
+    table.add_column("request", no_wrap=True)
+    table.add_column("load\npolicy")
+    for name in ("prompt\ntokens", "from GPU\ncache", "from host\npool", "\ncomputed"):
         table.add_column(name, justify="right")
-    table.add_column("first token after\nwithout", justify="right")
-    table.add_column("\nwith connector", justify="right")
-    table.add_column("same text", justify="center")
+    table.add_column("first token,\nwithout", justify="right")
+    table.add_column("with\nconnector", justify="right")
+    table.add_column("same\ntext", justify="center")
     for request, without, with_ in zip(requests(), plain, served, strict=True):
         answer = with_.answer
         table.add_row(
             request.what,
+            request.load_policy or "auto",
             str(answer.prompt_tokens),
             str(answer.cached_tokens - with_.from_host_pool),
             f"[bold green]{with_.from_host_pool}[/]" if with_.from_host_pool else "0",
@@ -143,12 +146,12 @@ def show_transfers(metrics: dict[str, Any]) -> None:
         table.add_column(name)
     for name in ("transfers", "MiB"):
         table.add_column(name, justify="right")
-    nbytes = {
-        (labels.get("direction", "?"), labels.get("backend", "?")): value
-        for labels, value in metrics.get("vllm:pega_transfer_bytes_total", [])
-    }
-    for labels, count in metrics.get("vllm:pega_transfers_total", []):
-        key = labels.get("direction", "?"), labels.get("backend", "?")
+
+    def by_backend(metric: str) -> dict[tuple[str, str], float]:
+        return {(labels["direction"], labels["backend"]): value for labels, value in metrics.get(metric, [])}
+
+    nbytes = by_backend("vllm:pega_transfer_bytes_total")
+    for key, count in sorted(by_backend("vllm:pega_transfers_total").items()):
         if count:
             table.add_row(*key, f"{count:.0f}", f"{nbytes.get(key, 0) / 2**20:,.1f}")
     console.print(table)
@@ -191,7 +194,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console.print(
         f"A vLLM with {GPU_BLOCKS} KV blocks of {BLOCK_TOKENS} tokens serves four prompts of {PROMPT_TOKENS} tokens in "
-        "turn: one too many, so each is evicted before it comes back. First without the connector, then with it."
+        "turn: too many, so each is evicted before it comes back. First without the connector, then with it."
     )
     logs = ROOT / ".cache" / "demo"
     try:
