@@ -46,7 +46,7 @@ def launches(seconds: float, step: object) -> np.ndarray:
 
 def measure(rig: Rig, policy: _native.Policy | None, seconds: float) -> dict:
     """Launch times while two jobs each way are always under way, and the rate that these reach."""
-    blocks = min(rig.moving, max(2, 4096 // rig.segments))
+    blocks = min(rig.moving, max(2, 16384 // rig.segments))  # enough to fill the driver's queue
     idle = [(side, rows) for side in ("load", "save") for rows in np.split(rig.moves(side, "shuffled", blocks), 2)]
     busy: dict[int, tuple[str, np.ndarray]] = {}
     moved = 0
@@ -88,7 +88,7 @@ def main() -> None:
         cases += [("memcpy", copies, pause) for copies in (4, 8, 32, 1 << 30) for pause in (0, 20, 50)]
         for backend, copies, pause in cases:
             rig.open(copies_per_slice=copies, slice_pause_us=pause)
-            policy = None if backend == "none" else _native.Policy(backend, 8, 1 << 16, 4 << 20, 2)
+            policy = None if backend == "none" else _native.Policy(backend, 8, 1 << 16, 256 << 20, 2)
             found = measure(rig, policy, args.seconds)
             rig.close()
             rows.append({"range_bytes": size, "backend": backend, "copies": copies, "pause_us": pause, **found})

@@ -60,14 +60,16 @@ class Row:
     submit_us_per_range: float
 
 
-def settings(quick: bool) -> list[Setting]:
-    grids = (4, 8, 16) if quick else (2, 4, 8, 16, 32)
-    stages = (2 << 20, 8 << 20) if quick else (1 << 20, 2 << 20, 4 << 20, 8 << 20)
-    out = [Setting("memcpy", 1, 4 << 20, 2)]
-    out += [Setting("kernel", grid, 256 << 20, 1) for grid in grids]
-    out += [Setting("chunked", grid, chunk, 2) for grid in grids for chunk in stages]
-    out += [Setting("staged", grid, chunk, inflight) for grid in grids for chunk in stages for inflight in (2, 4)]
-    return out
+MIB = 1 << 20
+# From little interference to most throughput; a profile's curve holds the shuffled ones.
+LADDER = (
+    Setting("memcpy", 1, 4 * MIB, 2),
+    *(Setting("kernel", grid, 256 * MIB, 1) for grid in (1, 2, 4, 8, 16, 32)),
+    *(Setting("chunked", grid, chunk * MIB, 2) for grid in (4, 8, 16) for chunk in (1, 4)),
+    *(Setting("staged", grid, chunk * MIB, 2) for grid, chunk in ((4, 1), (4, 2), (8, 2), (16, 2), (8, 8))),
+    *(Setting("staged", grid, chunk * MIB, 3) for grid, chunk in ((8, 4), (16, 4), (16, 8), (32, 8))),
+)
+FEW = (Setting("memcpy", 1, 4 * MIB, 2), Setting("kernel", 8, 256 * MIB, 1), Setting("staged", 16, 8 * MIB, 3))
 
 
 def measure(rig: Rig, direction: str, pattern: str, setting: Setting, wire: float, repeat: int, name: str = "") -> Row:
@@ -106,7 +108,7 @@ def sweep_size(rig: Rig, args: argparse.Namespace) -> tuple[dict[str, float], di
     rig.close()
     rig.open()
     for direction, pattern in itertools.product(DIRECTIONS, args.patterns):
-        for setting in settings(args.quick or pattern != "shuffled"):
+        for setting in FEW if args.quick or pattern != "shuffled" else LADDER:
             rows.append(measure(rig, direction, pattern, setting, wire[direction], args.repeat))
     latency = {
         b: rig.latency_us(Setting(b, 1, 4 << 20, 1).policy(), args.repeat) for b in ("memcpy", "kernel", "staged")
@@ -140,7 +142,7 @@ def profile_of(wires: list[dict[str, float]], latency: dict[str, float], rows: l
             "curve": [
                 {"backend": r.backend, "grid": r.grid, "chunk_bytes": r.chunk_bytes, "range_bytes": r.range_bytes,
                  "gib_per_s": round(r.gib_per_s, 2)}
-                for r in mine if r.inflight <= 2
+                for r in mine
             ],
         }  # fmt: skip
     return out
@@ -153,7 +155,7 @@ def main() -> None:
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     parser.add_argument("--total-mib", type=int, default=64, help="MiB per direction and repetition")
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="fewer grids and chunk sizes")
+    parser.add_argument("--quick", action="store_true", help="three settings only")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--plot", type=Path, help="draw them here (needs matplotlib)")
     args = parser.parse_args()
@@ -162,9 +164,11 @@ def main() -> None:
     cp.cuda.Device(args.ordinal).use()
     rows: list[Row] = []
     wires = []
+    latencies = []
     for size in args.sizes:
         wire, latency, more = sweep_size(Rig(args.ordinal, size, args.total_mib << 20), args)
         wires.append(wire)
+        latencies.append(latency)
         rows += more
         cp.get_default_memory_pool().free_all_blocks()
         print(
@@ -176,7 +180,7 @@ def main() -> None:
         args.json.write_text(json.dumps({
             "gpu": name, "driver": cp.cuda.runtime.driverGetVersion(), "date": str(date.today()),
             "command": " ".join(["python", *sys.argv]), "repeat": args.repeat, "wire_gib_per_s": wires[-1],
-            "profile": profile_of(wires, latency, rows), "rows": [asdict(r) for r in rows],
+            "profile": profile_of(wires, latencies[0], rows), "rows": [asdict(r) for r in rows],
         }, indent=1))  # fmt: skip
     if sys.stdout.isatty() or args.plot:
         import report

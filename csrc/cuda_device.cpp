@@ -35,11 +35,10 @@ CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, int ordinal, co
                        const CudaOptions& options)
     : driver_(std::move(driver)), cu_(*driver_), options_(options), host_(driver_) {
   if (options.inflight_chunks < 1 || options.inflight_chunks >= (1u << kSlotBits) ||
-      options.stage_bytes < 1 || options.stage_bytes > kMaxChunkBytes || options.copies_per_slice < 1 ||
-      options.dma_streams < 1) {
+      options.stage_bytes < 1 || options.stage_bytes > kMaxChunkBytes || options.copies_per_slice < 1) {
     throw std::invalid_argument(
         "CudaDevice: inflight_chunks must be 1 to 127, stage_bytes 1 to 268435456, "
-        "copies_per_slice and dma_streams at least 1");
+        "copies_per_slice at least 1");
   }
   int count = 0;
   require("cuDeviceGetCount", cu_.cuDeviceGetCount(&count));
@@ -77,14 +76,10 @@ void CudaDevice::create(const std::string& cubin) {
     const bool load = static_cast<Direction>(d) == Direction::kLoad;
     require("cuModuleGetFunction",
             cu_.cuModuleGetFunction(&lane.function, module_, load ? "pega_load" : "pega_save"));
-    lane.dma.resize(options_.dma_streams);
-    for (CuStream& stream : lane.dma)
-      require("cuStreamCreate", cu_.cuStreamCreate(&stream, kCuStreamNonBlocking));
+    require("cuStreamCreate", cu_.cuStreamCreate(&lane.dma, kCuStreamNonBlocking));
     require("cuStreamCreate", cu_.cuStreamCreate(&lane.kernel, kCuStreamNonBlocking));
     lane.operations.resize(options_.inflight_chunks);
-    for (size_t slot = 0; slot < lane.operations.size(); ++slot) {
-      Operation& op = lane.operations[slot];
-      op.dma = lane.dma[slot % lane.dma.size()];
+    for (Operation& op : lane.operations) {
       require("cuMemAlloc", cu_.cuMemAlloc(&op.stage, options_.stage_bytes + kStageSlack));
       void* list = nullptr;
       require("cuMemHostAlloc",
@@ -132,10 +127,9 @@ void CudaDevice::destroy() {
 std::vector<CuStream> CudaDevice::streams() const {
   std::vector<CuStream> created;
   for (const Lane& lane : lanes_) {
-    for (CuStream stream : lane.dma) {
+    for (CuStream stream : {lane.dma, lane.kernel}) {
       if (stream) created.push_back(stream);
     }
-    if (lane.kernel) created.push_back(lane.kernel);
   }
   return created;
 }
@@ -298,7 +292,8 @@ bool CudaDevice::start(Operation& op) {
   if (chunk.backend != Backend::kMemcpy && (!op.staged || chunk.direction == Direction::kSave)) {
     if (!launch(op)) return false;
     if (!op.staged) return true;
-    if (!succeeded("cuStreamWaitEvent", cu_.cuStreamWaitEvent(op.dma, op.kernel_event, 0))) return false;
+    if (!succeeded("cuStreamWaitEvent", cu_.cuStreamWaitEvent(lane(op).dma, op.kernel_event, 0)))
+      return false;
   }
   op.phase = Phase::kCopying;
   return advance(op);
@@ -331,7 +326,7 @@ bool CudaDevice::advance(Operation& op) {
 }
 
 bool CudaDevice::submit_slice(Operation& op) {
-  const CuStream dma = op.dma;
+  const CuStream dma = lane(op).dma;
   CudaStats& seen = stats(op);
   uint32_t copies = 0;
   uint64_t host, device, bytes;
@@ -415,7 +410,7 @@ Progress CudaDevice::poll(Ticket ticket) {
 // Whether nothing of a failed chunk can still touch memory: fresh events behind all that was queued.
 bool CudaDevice::drained(Operation& op) {
   if (!op.drain_recorded) {
-    op.drain_recorded = succeeded("cuEventRecord", cu_.cuEventRecord(op.slice_event[0], op.dma)) &&
+    op.drain_recorded = succeeded("cuEventRecord", cu_.cuEventRecord(op.slice_event[0], lane(op).dma)) &&
                         succeeded("cuEventRecord", cu_.cuEventRecord(op.kernel_event, lane(op).kernel));
     if (!op.drain_recorded) give_up(op);
     return false;

@@ -27,7 +27,6 @@ struct CudaOptions {
   uint32_t inflight_chunks = 4;    // per direction
   uint32_t copies_per_slice = 8;   // copy-engine commands submitted without a pause
   uint32_t slice_pause_us = 20;    // pause after each slice
-  uint32_t dma_streams = 1;        // per direction
 };
 
 // What the device saw, for tests and tools. Per direction unless said.
@@ -81,12 +80,11 @@ class CudaDevice : public Device {
     kDraining,  // failed; what was submitted may still run
   };
 
-  // One chunk in flight. Its copies go to `dma`, its launch to the lane's kernel stream.
+  // One chunk in flight. Its copies go to the lane's `dma` stream, its launch to `kernel`.
   struct Operation {
     Phase phase = Phase::kIdle;
     Ticket ticket = 0;
     Chunk chunk{};
-    CuStream dma = nullptr;
     bool staged = false;
     PieceList list;
     uint64_t stage = 0;          // its buffer on the GPU
@@ -106,7 +104,7 @@ class CudaDevice : public Device {
   };
 
   struct Lane {
-    std::vector<CuStream> dma;  // inflight slots take them in turn
+    CuStream dma = nullptr;
     CuStream kernel = nullptr;
     CuFunction function = nullptr;
     std::vector<Operation> operations;  // by inflight slot
