@@ -22,7 +22,7 @@ from rig import GIB, Rig
 from vllm_pega_connector import _native
 
 LINE = (
-    "{range_bytes:>6} B {backend:>7} {copies:>10} x {pause_us:>2} us: {gib_per_s:5.1f} GiB/s, "
+    "{range_bytes:>6} B {backend:>7} {copies:>10} x {pause_us:>2} us {batch:d}: {gib_per_s:5.1f} GiB/s, "
     "launch p50 {p50_us:6.1f} p99 {p99_us:7.1f} p99.9 {p999_us:7.1f} max {max_us:8.1f} us"
 )
 NOOP = cp.RawKernel('extern "C" __global__ void noop() {}', "noop")
@@ -84,14 +84,17 @@ def main() -> None:
     rows = []
     for size in (4096, 65536):
         rig = Rig(0, size, 64 << 20)
-        cases = [("none", 8, 20), ("kernel", 8, 20), ("staged", 8, 20)]
-        cases += [("memcpy", copies, pause) for copies in (4, 8, 32, 1 << 30) for pause in (0, 20, 50)]
-        for backend, copies, pause in cases:
-            rig.open(copies_per_slice=copies, slice_pause_us=pause)
+        cases = [(backend, 32, 20, True) for backend in ("none", "none", "kernel", "staged")]
+        cases += [("memcpy", 8, 20, False), ("memcpy", 32, 20, False), ("memcpy", 1 << 30, 0, False)]
+        cases += [("memcpy", copies, pause, True) for copies in (8, 32, 128, 1024) for pause in (0, 20)]
+        for backend, copies, pause, batch in cases:
+            rig.open(copies_per_slice=copies, slice_pause_us=pause, batch_copies=batch)
             policy = None if backend == "none" else _native.Policy(backend, 8, 1 << 16, 256 << 20, 2)
             found = measure(rig, policy, args.seconds)
             rig.close()
-            rows.append({"range_bytes": size, "backend": backend, "copies": copies, "pause_us": pause, **found})
+            rows.append(
+                {"range_bytes": size, "backend": backend, "copies": copies, "pause_us": pause, "batch": batch, **found}
+            )
             print(LINE.format(**rows[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))

@@ -94,7 +94,7 @@ def measure(rig: Rig, direction: str, pattern: str, setting: Setting, wire: floa
 def sweep_size(rig: Rig, args: argparse.Namespace) -> tuple[dict[str, float], dict[str, float], list[Row]]:
     """The wire by direction, the smallest transfer's microseconds by backend, and all rows of one range size."""
     rows: list[Row] = []
-    rig.open(copies_per_slice=1 << 30, slice_pause_us=0)
+    rig.open(copies_per_slice=1 << 30, slice_pause_us=0, batch_copies=False)
     baselines = Baselines(rig, args.repeat, MAX_COPIES)
     wire = {direction: baselines.contiguous(direction) for direction in DIRECTIONS}
     for direction in DIRECTIONS:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies many small pieces with few CTAs. What fills PCIe is bytes in flight, not CTAs: every lane has eight
+// Copies many small pieces with few CTAs. What fills PCIe is bytes in flight, not CTAs: every lane has sixteen
 // 16-byte loads on their way before its first store, across piece boundaries, so that 512-byte pieces keep as
-// much in flight as large ones (4 KiB a warp).
+// much in flight as large ones (8 KiB a warp). Two CTAs fill PCIe 5 (H200; with eight loads four were needed).
 //
 // No #include: NVRTC compiles this file at start-up (vllm_pega_connector/kernels.py). csrc/cuda_device.cpp writes
 // the pieces and knows this file's launch contract:
@@ -21,7 +21,8 @@ struct __align__(16) Piece {
 namespace {
 
 constexpr u32 kLanes = 32;
-constexpr u32 kUnroll = 8;                 // loads in flight per lane; 8 x 16 B x 32 lanes = 4 KiB a warp
+constexpr u32 kInFlight = 16;              // loads of a lane in the common, aligned case; registers bound it
+constexpr u32 kInFlightAny = 8;            // and at any alignment
 constexpr u32 kRow = kLanes * 16;          // bytes that one warp-wide load moves
 constexpr u32 kAll = 0xffffffffu;
 
@@ -64,14 +65,14 @@ template <typename T>
 __device__ __forceinline__ void copy_units(u64 to, u64 from, u32 count, u32 lane) {
   const T* src = reinterpret_cast<const T*>(from);
   T* dst = reinterpret_cast<T*>(to);
-  for (u32 i = lane; i < count; i += kLanes * kUnroll) {
-    decltype(load(src)) value[kUnroll];
+  for (u32 i = lane; i < count; i += kLanes * kInFlightAny) {
+    decltype(load(src)) value[kInFlightAny];
 #pragma unroll
-    for (u32 u = 0; u < kUnroll; ++u) {
+    for (u32 u = 0; u < kInFlightAny; ++u) {
       if (i + u * kLanes < count) value[u] = load(src + i + u * kLanes);
     }
 #pragma unroll
-    for (u32 u = 0; u < kUnroll; ++u) {
+    for (u32 u = 0; u < kInFlightAny; ++u) {
       if (i + u * kLanes < count) store(dst + i + u * kLanes, value[u]);
     }
   }
@@ -116,11 +117,11 @@ __device__ __forceinline__ void copy_rows(u64 device, u64 host, u32 bytes, u32 l
   }
   const u32 total = __shfl_sync(kAll, end, kLanes - 1);
   const u32 begin = end - rows;
-  for (u32 first = 0; first < total; first += kUnroll) {
-    u64 source[kUnroll], target[kUnroll];  // target 0: nothing to store for this lane
-    uint4 value[kUnroll];
+  for (u32 first = 0; first < total; first += kInFlight) {
+    u64 source[kInFlight], target[kInFlight];  // target 0: nothing to store for this lane
+    uint4 value[kInFlight];
 #pragma unroll
-    for (u32 u = 0; u < kUnroll; ++u) {
+    for (u32 u = 0; u < kInFlight; ++u) {
       // The row's piece: the first whose end lies behind it. Past the last row it is the first piece of all.
       const u32 row = first + u;
       const u32 owner = __popc(__ballot_sync(kAll, end <= row)) & (kLanes - 1);
@@ -134,9 +135,9 @@ __device__ __forceinline__ void copy_rows(u64 device, u64 host, u32 bytes, u32 l
       source[u] = (kToHost ? dev : hst) + min(offset, size - 16);
     }
 #pragma unroll
-    for (u32 u = 0; u < kUnroll; ++u) value[u] = load(reinterpret_cast<const uint4*>(source[u]));
+    for (u32 u = 0; u < kInFlight; ++u) value[u] = load(reinterpret_cast<const uint4*>(source[u]));
 #pragma unroll
-    for (u32 u = 0; u < kUnroll; ++u) {
+    for (u32 u = 0; u < kInFlight; ++u) {
       if (target[u]) store(reinterpret_cast<uint4*>(target[u]), value[u]);
     }
   }

@@ -91,6 +91,8 @@ void CudaDevice::create(const std::string& cubin) {
       }
     }
   }
+  const size_t slice = std::min(options_.copies_per_slice, kMaxDescriptors);
+  to_.reserve(slice), from_.reserve(slice), bytes_.reserve(slice);
   events_.resize(kComputeEvents);
   for (uint32_t i = 0; i < kComputeEvents; ++i) {
     require("cuEventCreate", cu_.cuEventCreate(&events_[i], kCuEventDisableTiming));
@@ -326,22 +328,40 @@ bool CudaDevice::advance(Operation& op) {
 }
 
 bool CudaDevice::submit_slice(Operation& op) {
-  const CuStream dma = lane(op).dma;
-  CudaStats& seen = stats(op);
-  uint32_t copies = 0;
+  to_.clear(), from_.clear(), bytes_.clear();
+  const bool load = op.chunk.direction == Direction::kLoad;
   uint64_t host, device, bytes;
-  while (copies < options_.copies_per_slice && next_copy(op, &host, &device, &bytes)) {
-    void* pointer = reinterpret_cast<void*>(host);
+  while (bytes_.size() < options_.copies_per_slice && next_copy(op, &host, &device, &bytes)) {
+    to_.push_back(load ? device : host);
+    from_.push_back(load ? host : device);
+    bytes_.push_back(bytes);
+  }
+  if (!copy_slice(op)) return false;
+  const uint32_t copies = static_cast<uint32_t>(bytes_.size());
+  stats(op).copies += copies;
+  stats(op).max_copies_per_slice = std::max(stats(op).max_copies_per_slice, copies);
+  return succeeded("cuEventRecord", cu_.cuEventRecord(op.slice_event[op.slices++ % 2], lane(op).dma));
+}
+
+bool CudaDevice::copy_slice(Operation& op) {
+  const CuStream dma = lane(op).dma;
+  if (bytes_.size() > 1 && options_.batch_copies && cu_.cuMemcpyBatchAsync) {
+    CuCopyAttributes attributes;
+    size_t first = 0;
+    return succeeded("cuMemcpyBatchAsync",
+                     cu_.cuMemcpyBatchAsync(to_.data(), from_.data(), bytes_.data(), bytes_.size(),
+                                            &attributes, &first, 1, dma));
+  }
+  for (size_t i = 0; i < bytes_.size(); ++i) {
     const bool copied =
         op.chunk.direction == Direction::kLoad
-            ? succeeded("cuMemcpyHtoDAsync", cu_.cuMemcpyHtoDAsync(device, pointer, bytes, dma))
-            : succeeded("cuMemcpyDtoHAsync", cu_.cuMemcpyDtoHAsync(pointer, device, bytes, dma));
+            ? succeeded("cuMemcpyHtoDAsync",
+                        cu_.cuMemcpyHtoDAsync(to_[i], reinterpret_cast<void*>(from_[i]), bytes_[i], dma))
+            : succeeded("cuMemcpyDtoHAsync",
+                        cu_.cuMemcpyDtoHAsync(reinterpret_cast<void*>(to_[i]), from_[i], bytes_[i], dma));
     if (!copied) return false;
-    ++copies;
   }
-  seen.copies += copies;
-  seen.max_copies_per_slice = std::max(seen.max_copies_per_slice, copies);
-  return succeeded("cuEventRecord", cu_.cuEventRecord(op.slice_event[op.slices++ % 2], dma));
+  return true;
 }
 
 // The next copy-engine command: a range or, if staged, a run of ranges that are neighbours in host memory;

@@ -25,8 +25,11 @@ namespace pega {
 struct CudaOptions {
   uint64_t stage_bytes = 8 << 20;  // GPU memory of one staged chunk; times 2 directions times inflight_chunks
   uint32_t inflight_chunks = 4;    // per direction
-  uint32_t copies_per_slice = 8;   // copy-engine commands submitted without a pause
-  uint32_t slice_pause_us = 20;    // pause after each slice
+  // Copy-engine commands given to the driver without a pause, and the pause. Each holds the driver's lock,
+  // for which the process' own launches wait: benchmarks/launch_delay.py.
+  uint32_t copies_per_slice = 32;
+  uint32_t slice_pause_us = 20;
+  bool batch_copies = true;  // a slice is one cuMemcpyBatchAsync where there is one
 };
 
 // What the device saw, for tests and tools. Per direction unless said.
@@ -121,6 +124,7 @@ class CudaDevice : public Device {
   bool start(Operation& op);
   bool advance(Operation& op);
   bool submit_slice(Operation& op);
+  bool copy_slice(Operation& op);
   bool next_copy(Operation& op, uint64_t* host, uint64_t* device, uint64_t* bytes);
   bool stageable(const Chunk& chunk, const PieceList& list) const;
   bool launch(Operation& op);
@@ -141,6 +145,8 @@ class CudaDevice : public Device {
   CudaHostMemory host_;
   std::array<Lane, kDirections> lanes_;
   std::array<CudaStats, kDirections> stats_;
+  std::vector<CuAddress> to_, from_;  // one slice of copies
+  std::vector<size_t> bytes_;
   uint32_t max_grid_ = 1;
   uint64_t tickets_ = 0;
 

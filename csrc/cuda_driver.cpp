@@ -11,8 +11,10 @@ namespace pega {
 namespace {
 
 template <typename Result, typename... Arguments>
-void bind(void* library, const char* symbol, std::function<Result(Arguments...)>& call) {
+void bind(void* library, const char* symbol, std::function<Result(Arguments...)>& call,
+          bool optional = false) {
   void* found = dlsym(library, symbol);
+  if (!found && optional) return;
   if (!found) {
     throw std::runtime_error(std::string("libcuda.so.1 has no ") + symbol +
                              ": the NVIDIA driver is too old; CUDA 12 needs driver 525 or newer");
@@ -60,6 +62,7 @@ std::shared_ptr<const CudaDriver> load() {
   bind(library, "cuMemHostGetDevicePointer_v2", driver->cuMemHostGetDevicePointer);
   bind(library, "cuMemcpyHtoDAsync_v2", driver->cuMemcpyHtoDAsync);
   bind(library, "cuMemcpyDtoHAsync_v2", driver->cuMemcpyDtoHAsync);
+  bind(library, "cuMemcpyBatchAsync_v2", driver->cuMemcpyBatchAsync, true);
   bind(library, "cuLaunchKernel", driver->cuLaunchKernel);
   bind(library, "cuGetErrorName", driver->cuGetErrorName);
   bind(library, "cuGetErrorString", driver->cuGetErrorString);

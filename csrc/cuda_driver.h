@@ -36,6 +36,13 @@ inline constexpr int kCuAttributeMultiprocessors = 16;
 inline constexpr int kCuAttributeComputeMajor = 75;
 inline constexpr int kCuAttributeComputeMinor = 76;
 
+// CUmemcpyAttributes.
+struct CuCopyAttributes {
+  int source_order = 1;  // in stream order
+  int hints[4] = {};     // locations of unregistered memory: ours is known to the driver
+  unsigned flags = 0;
+};
+
 // True for errors after which the context takes no more work (the driver then has stopped what was in
 // flight).
 bool is_sticky(CuResult result);
@@ -73,6 +80,11 @@ struct CudaDriver {
   std::function<CuResult(CuAddress* device, void* host, unsigned flags)> cuMemHostGetDevicePointer;
   std::function<CuResult(CuAddress to, const void* from, size_t bytes, CuStream stream)> cuMemcpyHtoDAsync;
   std::function<CuResult(void* to, CuAddress from, size_t bytes, CuStream stream)> cuMemcpyDtoHAsync;
+  // Empty where the driver (before CUDA 13) has none. One attribute for all copies, `first` = 0.
+  std::function<CuResult(CuAddress* to, CuAddress* from, size_t* bytes, size_t count,
+                         CuCopyAttributes* attributes, size_t* first, size_t attribute_count,
+                         CuStream stream)>
+      cuMemcpyBatchAsync;
   std::function<CuResult(CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                          unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                          CuStream stream, void** arguments, void** extra)>

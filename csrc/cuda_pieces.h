@@ -16,8 +16,8 @@ struct alignas(16) Piece {
 };
 
 inline constexpr uint32_t kMaxPieceBytes = 64 << 10;  // the format's limit
-// Pieces never shrink below this to spread a range over more warps: one warp has 4 KiB in flight.
-inline constexpr uint32_t kMinPieceBytes = 4 << 10;
+// Pieces never shrink below this to spread a range over more warps: one warp has 8 KiB in flight.
+inline constexpr uint32_t kMinPieceBytes = 8 << 10;
 inline constexpr uint32_t kMaxSplitWarps = 2048;  // more warps than this gain nothing by smaller pieces
 inline constexpr uint32_t kWarpsPerBlock = 8;
 inline constexpr uint32_t kMaxPiecesPerBatch = 32;  // one a lane

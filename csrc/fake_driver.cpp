@@ -296,6 +296,20 @@ void FakeDriver::fill_table() {
       call("cuMemcpyDtoHAsync", [copy](void* to, CuAddress from, size_t bytes, CuStream on) {
         return copy(from, static_cast<char*>(to), bytes, true, on);
       });
+  // One that fails may have queued some of its copies: here the first half.
+  cu.cuMemcpyBatchAsync = [this, copy](CuAddress* to, CuAddress* from, size_t* bytes, size_t count,
+                                       CuCopyAttributes*, size_t*, size_t, CuStream on) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const CuResult result = enter("cuMemcpyBatchAsync");
+    if (broken_) return broken_;
+    for (size_t i = 0; i < (result == kCuSuccess ? count : count / 2); ++i) {
+      const bool to_host = to[i] < kMappedShift;
+      const CuResult queued = copy(to_host ? from[i] : to[i],
+                                   reinterpret_cast<char*>(to_host ? to[i] : from[i]), bytes[i], to_host, on);
+      if (queued != kCuSuccess) return queued;
+    }
+    return result;
+  };
   cu.cuLaunchKernel =
       call("cuLaunchKernel", [this](CuFunction function, unsigned grid, unsigned, unsigned, unsigned block,
                                     unsigned, unsigned, unsigned, CuStream stream, void** arguments, void**) {

@@ -16,8 +16,8 @@ constexpr size_t kSharingJobs = 4;
 // lines, and far above the 16 bytes that kernels care about).
 constexpr uint64_t kCutBytes = 512;
 
-// Ranges that one lane submits before the other has its turn: some 5 us.
-constexpr size_t kRangesPerRound = 1024;
+// Ranges that one lane submits before the other has its turn: some 2 us.
+constexpr size_t kRangesPerRound = 512;
 
 // A first chunk is not made smaller than this: it takes PCIe 5 as long (5 us) as submitting it takes the
 // host.
