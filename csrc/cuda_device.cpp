@@ -16,7 +16,7 @@ constexpr uint64_t kMinStagedRun = 64 << 10;
 constexpr uint64_t kStageSlack =
     64 << 10;  // each run keeps the alignment of its host address: < 16 bytes a run
 // Steps may overlap by a few, each with one event, while a job waits for its own.
-constexpr uint32_t kComputeEvents = 1024;
+constexpr uint32_t kComputeEvents = 256;
 // A driver call that fails once may work the next time; one that fails this often will not.
 constexpr uint32_t kMaxFailedPolls = 64;
 

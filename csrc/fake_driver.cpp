@@ -157,7 +157,7 @@ CuAddress FakeDriver::allocate(uint64_t bytes) {
 }
 
 CuAddress FakeDriver::allocate_device(uint64_t bytes) {
-  auto memory = std::make_unique<char[]>(bytes);
+  std::unique_ptr<char[]> memory(new char[bytes]);  // as it comes, like the real thing
   const uint64_t host = reinterpret_cast<uint64_t>(memory.get());
   owned_[host] = std::move(memory);
   device_memory_[host + kDeviceShift] = bytes;
@@ -260,7 +260,7 @@ void FakeDriver::fill_table() {
     return device_memory_.erase(address) ? kCuSuccess : kCuInvalidValue;
   });
   cu.cuMemHostAlloc = call("cuMemHostAlloc", [this](void** address, size_t bytes, unsigned) {
-    auto memory = std::make_unique<char[]>(bytes);
+    std::unique_ptr<char[]> memory(new char[bytes]);  // as it comes, like the real thing
     *address = memory.get();
     const uint64_t host = reinterpret_cast<uint64_t>(*address);
     owned_[host] = std::move(memory);

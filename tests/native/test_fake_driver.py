@@ -133,8 +133,8 @@ def test_construction_that_fails_at_any_call_leaves_nothing(result):
     fake = _native.FakeDriver(7)
     _native.CudaDevice(0, b"cubin", driver=fake, **SMALL)
     calls = fake.calls
-    assert calls > 1000 and fake.live == 0
-    for nth in [*range(1, 60), *range(60, calls, 97)]:  # a thousand of them create equal events
+    assert calls > 300 and fake.live == 0
+    for nth in [*range(1, 60), *range(60, calls, 41)]:  # most of them create equal events
         fake = _native.FakeDriver(7)
         fake.fail(nth, result)
         try:
