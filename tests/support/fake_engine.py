@@ -135,6 +135,11 @@ def make_vllm_config(setup: Setup) -> VllmConfig:
     return config
 
 
+def make_kv_cache_config(setup: Setup) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=setup.block_size, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    return KVCacheConfig(setup.gpu_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+
+
 @dataclass
 class _Live:
     """What the model runner knows of a request."""
@@ -181,7 +186,7 @@ class _Step:
 
 @dataclass
 class FakeEngine:
-    """`seen` counts what happened; `check_idle` is the end of every test."""
+    """`seen` counts what happened, `computed` tokens by request; `check_idle` is the end of every test."""
 
     setup: Setup
     rng: random.Random = field(default_factory=lambda: random.Random(0))
@@ -190,8 +195,7 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         setup, config = self.setup, make_vllm_config(self.setup)
-        spec = FullAttentionSpec(block_size=setup.block_size, num_kv_heads=1, head_size=16, dtype=torch.float32)
-        cache = KVCacheConfig(setup.gpu_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        cache = make_kv_cache_config(setup)
         kind = AsyncScheduler if setup.asynchronous else Scheduler
         self.scheduler = kind(config, cache, _structured_output(), block_size=setup.block_size)
         self.scheduler.use_v2_model_runner = setup.v2_runner
@@ -211,6 +215,7 @@ class FakeEngine:
         self._hasher = get_request_block_hasher(setup.block_size, sha256)
         self.queue: deque[_Step] = deque()  # newest first, as in EngineCore
         self.steps = 0
+        self.computed: Counter[str] = Counter()
         self.weights = 0
         self.requests: dict[str, Request] = {}
         self.sequences: dict[str, TokenSequence] = {}
@@ -446,6 +451,7 @@ class FakeEngine:
                 sampled[name] = live.sequence.tokens[end : end + accepted + 1]
                 live.length = end + accepted + 1
             live.computed = end + accepted
+            self.computed[name] += end - start
             self.seen["drafts accepted"] += accepted
             self.seen["drafts rejected"] += len(drafts) - accepted
         for name, live, end in reads:
