@@ -2,8 +2,6 @@
 #include "lane.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 
 namespace pega {
 namespace {
@@ -202,6 +200,12 @@ size_t Lane::submit_next(double now) {
   if (slot == nullptr || !within_bound(*job, most)) return 0;
 
   pack(job, slot);
+  if (busy_ != 0 && outstanding_bytes_ + slot->bytes > bound(job->decision)) {
+    // The one promise of a lane, so it is looked at again in release builds: rather a failed job than more.
+    slot->job = nullptr;
+    stop(job, Status::kFailed, "a chunk would have exceeded the bound on outstanding bytes");
+    return 1;
+  }
   if (direction_ == Direction::kSave) begin_slots(job);
   slot->ticket = device_.submit({direction_, job->decision.backend, slot->ranges.data(), slot->ranges.size(),
                                  slot->bytes, job->decision.max_grid_blocks,
@@ -209,11 +213,6 @@ size_t Lane::submit_next(double now) {
   ++busy_;
   ++job->outstanding;
   outstanding_bytes_ += slot->bytes;
-  if (outstanding_bytes_ > bound(job->decision)) {
-    // The one promise of a lane; worth a check in release builds.
-    std::fprintf(stderr, "pega: a lane exceeded its bound on outstanding bytes\n");
-    std::abort();
-  }
   if (job->started < 0) job->started = now;
   ++job->result.chunks;
   job->result.peak_outstanding_bytes = std::max(job->result.peak_outstanding_bytes, outstanding_bytes_);
