@@ -147,11 +147,11 @@ def test_one_small_range_is_copied_plainly(name, objective, direction):
 
 
 def test_h200_directions_differ():
-    # Saves by copy engine delay the decode step's token read-back; loads do not.
-    assert decide("h200", 16384, 4 * KIB, "balanced", "load").backend == "staged"
+    # Saves share their queue with the decode step's token read-back, so small stages are worth half the speed there.
+    load = decide("h200", 16384, 4 * KIB, "balanced", "load")
     save = decide("h200", 16384, 4 * KIB, "balanced", "save")
-    assert save.backend == "chunked"
-    assert save.max_grid_blocks <= 16
+    assert (load.backend, save.backend) == ("staged", "staged")
+    assert save.chunk_bytes < load.chunk_bytes and save.max_grid_blocks < load.max_grid_blocks
 
 
 def test_host_uses_workers_for_large_transfers_only():
