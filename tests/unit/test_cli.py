@@ -88,7 +88,7 @@ def test_explain_for_people(pega):
     assert (status, err) == (0, "")
     assert "16384 ranges of 4 KiB: staged" in out
     assert "memcpy would need 43 ms of submission" in out
-    assert "save, objective balanced, profile h200: at most 4 CTAs, chunks of 8192 ranges or 1 MiB" in out
+    assert "save, objective balanced, profile h200: at most 4 CTAs, stages of 1 MiB, 2 in flight" in out
     for word in ("throughput", "balanced", "tail", "strict", "memcpy", "staged"):
         assert word in out
 
