@@ -22,7 +22,8 @@ struct Rule {
 constexpr Rule kFastest{1.03, false, true};
 // A load half as slow again is not felt by its request; the decode steps beside it feel what this buys.
 constexpr Rule kBalanced{1.5, false, true};
-// Nobody waits for a save, and decode feels how fast it is: on the H200 the gentlest setting takes twice as long.
+// Nobody waits for a save, and decode feels how fast it is: on the H200 the gentlest setting takes twice as
+// long.
 constexpr Rule kBalancedSave{2.5, false, true};
 // Beyond three times as long, the tail only moves into the mean: on the RTX 5090 chunks of 1,024 ranges
 // instead of 2,048 took decode p99 from +20 % to +14 %, but the mean from +4.5 % to +9 %.

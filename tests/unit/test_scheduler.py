@@ -11,7 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tests.support.fake_engine import FakeEngine, Setup, make_kv_cache_config, make_vllm_config
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_setup import Setup, make_kv_cache_config, make_vllm_config
 from tests.support.fake_transfers import VOCAB, Faults
 from vllm_pega_connector import PegaConnector, guard
 from vllm_pega_connector.config import PegaConfig, PolicyConfig
@@ -80,7 +81,7 @@ def test_only_what_the_pool_lacks_is_computed(length: int, asynchronous: bool) -
     loaded = length // BLOCK * BLOCK
     assert engine.seen["load done"] == (loaded > 0)
     # Of a prompt that is all there the last token is computed nonetheless: its logits are what is asked for.
-    assert engine.computed[again.request_id] == max(1, length - loaded)
+    assert engine.runner.computed[again.request_id] == max(1, length - loaded)
     engine.check_idle()
 
 
@@ -94,7 +95,7 @@ def test_local_hit_then_host_hit() -> None:
     engine.run()
     (load,) = [job for metadata in sends for job in metadata.jobs if job.direction == "load"]
     assert len(load.moves) == 12  # one row of three uint32
-    assert engine.computed[request.request_id] == 2
+    assert engine.runner.computed[request.request_id] == 2
     engine.check_idle()
 
 
@@ -179,7 +180,7 @@ def test_a_failed_load_is_not_offered_again_to_that_request() -> None:
     request = engine.add(tokens(40), 3)
     engine.run()
     assert (engine.seen["load failed"], engine.seen["load done"]) == (1, 0)
-    assert engine.computed[request.request_id] >= 40
+    assert engine.runner.computed[request.request_id] >= 40
     assert dict(engine.pega.load_failures) == {"failed": 1}
     assert engine.reset()
     engine.add(tokens(40), 3)  # the pool is not to blame: the next request is offered it
@@ -200,7 +201,7 @@ def test_a_load_that_fails_on_one_rank_is_computed_on_all(failing: int) -> None:
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     freeze(engine, False)
     engine.run()
-    assert engine.computed[request.request_id] >= 40
+    assert engine.runner.computed[request.request_id] >= 40
     assert dict(engine.pega.load_failures) == {"timeout": 1}
     engine.check_idle()
 
@@ -240,7 +241,7 @@ def test_requests_that_do_not_read_caches_are_not_offered_any() -> None:
     request = engine.add(tokens(40), 1, skip_cache=True)
     assert ask(engine, request) == (0, False)
     engine.run()
-    assert engine.computed[request.request_id] == 40
+    assert engine.runner.computed[request.request_id] == 40
     engine.check_idle()
 
 
@@ -399,7 +400,7 @@ def test_reset_while_a_save_is_in_flight_does_not_publish_it() -> None:
     assert engine.reset()
     again = engine.add(tokens(40), 1)
     engine.run()
-    assert engine.computed[again.request_id] == 40
+    assert engine.runner.computed[again.request_id] == 40
     engine.check_idle()
 
 

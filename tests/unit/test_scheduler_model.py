@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.support.fake_engine import FakeEngine, Setup
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_setup import Setup
 from tests.support.fake_transfers import VOCAB, Faults, Violation
 
 SEEDS = int(os.environ.get("PEGA_MODEL_SEEDS", "1200"))
