@@ -51,7 +51,7 @@ class FakeEngine:
         self._allocated: list[int] = []
         self._hook_pool()
         self.ranks = [self._make_rank(config, cache, r) for r in range(len(setup.host_slots))]
-        self.connector = self.scheduler.connector
+        self.connector: Any = self.scheduler.connector
         assert isinstance(self.connector, PegaConnector) and self.connector._scheduler is not None
         self.pega = self.connector._scheduler
         self.connector.set_xfer_handshake_metadata_pp_aware(
@@ -93,7 +93,7 @@ class FakeEngine:
             self._allocated += [b.block_id for b in blocks]
             return blocks
 
-        self.pool.get_new_blocks = hooked  # type: ignore[method-assign]
+        self.pool.get_new_blocks = hooked  # type: ignore
 
     # --- clients ---
 

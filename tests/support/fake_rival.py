@@ -33,8 +33,8 @@ class Rival:
         self._offers: dict[str, tuple[int, int]] = {}  # first block, blocks
         self.loads: dict[str, _Load] = {}
         self.step = 0  # the number of the step that is being scheduled
-        connector.get_num_new_matched_tokens = self._asked  # type: ignore[method-assign]
-        connector.update_state_after_alloc = self._taken  # type: ignore[method-assign]
+        connector.get_num_new_matched_tokens = self._asked  # type: ignore
+        connector.update_state_after_alloc = self._taken  # type: ignore
 
     def _asked(self, request: Request, computed: int) -> tuple[int | None, bool]:
         answer = self._ask(request, computed)

@@ -83,19 +83,20 @@ class FakeRunner:
             rank.transfers.memory.poison(step.allocated, step.number)
         self._update_states(output)
         for rank in self._ranks:
+            assert output.kv_connector_metadata is not None
             rank.connector.bind_connector_metadata(output.kv_connector_metadata)
             rank.transfers.run()
         names = list(output.num_scheduled_tokens)
         sampled = self._forward(step)
-        results = []
+        results: list[ModelRunnerOutput | None] = []
         for rank in self._ranks:
             rank.transfers.run()
             result = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, [sampled[n] for n in names])
             result.kv_connector_output = rank.collect(output.finished_req_ids, self._rng)
             results.append(result)
-        result = self._aggregator.aggregate(results)
-        assert result is not None
-        return result
+        combined = self._aggregator.aggregate(results)
+        assert combined is not None
+        return combined
 
     def _update_states(self, output: SchedulerOutput) -> None:
         for name in output.finished_req_ids:

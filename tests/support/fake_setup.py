@@ -10,7 +10,7 @@ import logging
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.config import (
@@ -45,7 +45,7 @@ class Setup:
     max_seqs: int = 4
     budget: int = 64  # tokens per step
     host_slots: tuple[int, ...] = (64,)  # one number per rank
-    role: str = "kv_both"
+    role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
     recompute: bool = True  # kv_load_failure_policy; otherwise a failed load fails its request
     rival: float = 0.0  # how often another connector, beside ours in a MultiConnector, is taken instead
     settings: tuple[tuple[str, Any], ...] = ()

@@ -432,6 +432,20 @@ def test_preemption_while_a_save_reads_the_blocks(asynchronous: bool) -> None:
     assert engine.seen["preemptions"] > 0 and engine.seen["save done"] > 0
 
 
+@pytest.mark.parametrize("v2_runner", [False, True])
+def test_after_a_preemption_saving_goes_on_from_the_new_blocks(v2_runner: bool) -> None:
+    engine = make_engine(v2_runner=v2_runner)
+    engine.add(tokens(32), 40)
+    engine.add(tokens(20, seed=1), 1)  # so that the blocks of the second life are others
+    while engine.pega.counts()["ready"] < 3 or engine.in_transfer():
+        engine.step()
+    assert engine.reset(running=True, connector=True)
+    engine.run()
+    assert engine.seen["preemptions"] == 1
+    assert engine.pega.counts()["ready"] == (32 + 40 - 1) // BLOCK
+    engine.check_idle()
+
+
 # --- who asks for what ---
 
 

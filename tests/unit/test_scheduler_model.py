@@ -120,7 +120,9 @@ class Clients:
         if earlier and rng.random() < 0.4:  # a conversation goes on, or a prompt comes again
             request = rng.choice(earlier)
             salt = request.cache_salt
-            prompt = list(request.all_token_ids if rng.random() < 0.7 else request.prompt_token_ids)
+            prompt = list(request.all_token_ids)[
+                : request.num_tokens if rng.random() < 0.7 else request.num_prompt_tokens
+            ]
         else:
             size = engine.setup.block_size
             length = rng.randint(0, max(1, room // size)) * size + rng.choice((-1, 0, 0, 1))
