@@ -46,8 +46,14 @@ struct CudaStats {
   std::array<uint64_t, kBackends> chunks{};
 };
 
+// One file opens and closes the device and knows its events, cuda_device.cpp; the other, cuda_chunks.cpp,
+// moves chunks.
 class CudaDevice : public Device {
  public:
+  static constexpr uint32_t kMaxDescriptors = 64 << 10;
+  static constexpr uint64_t kMaxChunkBytes = 256 << 20;
+  static constexpr uint32_t kMaxInflightChunks = 127;  // what a ticket can tell apart
+
   // `cubin`: csrc/copy_kernels.cu compiled for this GPU. Throws std::runtime_error naming the call that
   // failed.
   CudaDevice(std::shared_ptr<const CudaDriver> driver, int ordinal, const std::string& cubin,
@@ -82,6 +88,11 @@ class CudaDevice : public Device {
     kRunning,   // all is submitted, last_event tells
     kDraining,  // failed; what was submitted may still run
   };
+
+  static constexpr uint32_t kThreadsPerBlock = 32 * kWarpsPerBlock;
+  // What a stage has beyond stage_bytes: every run in it keeps the alignment of its host address, for < 16
+  // bytes.
+  static constexpr uint64_t kStageSlack = 64 << 10;
 
   // One chunk in flight. Its copies go to the lane's `dma` stream, its launch to `kernel`.
   struct Operation {

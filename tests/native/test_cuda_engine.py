@@ -19,8 +19,8 @@ def policy(backend: str) -> _native.Policy:
     return _native.Policy(backend, 2, 20, 160_000, 2)
 
 
-def machine(seed: int) -> tuple[_native.FakeDriver, Blocks]:
-    fake = _native.FakeDriver(seed, eagerness=6)
+def machine(seed: int, eagerness: int = 6) -> tuple[_native.FakeDriver, Blocks]:
+    fake = _native.FakeDriver(seed, eagerness)
     nbytes = Blocks.bytes_for(SEGMENTS, COUNT, SIZE)
     base = fake.allocate(nbytes)
     view = fake.view(base, nbytes)
@@ -55,6 +55,25 @@ def test_blocks_come_back(backend):
         assert seen["peak_outstanding_bytes"] == result.peak_outstanding_bytes <= 320_000
         assert seen["outstanding_bytes"] == 0
     assert blocks.close() and fake.violations == []
+
+
+def test_no_more_than_two_slices_of_copies_are_queued():
+    fake, blocks = machine(2, eagerness=0)  # nothing runs by itself
+    rows = np.array([(0, block, slot) for block, slot in SAVED], np.uint32)
+    assert blocks.engine.submit(1, "save", rows, policy=_native.Policy("memcpy", 1, 1000, 1 << 20, 1))
+    for _ in range(100):
+        blocks.engine.step()
+    assert blocks.device.stats("save")["copies"] == 2 * 4
+    fake.settle()
+    for _ in range(100):
+        blocks.engine.step()
+    assert blocks.device.stats("save")["copies"] == 4 * 4
+    while not blocks.engine.poll():
+        fake.settle()
+        blocks.engine.step()
+    assert blocks.device.stats("save")["copies"] == len(SAVED) * SEGMENTS
+    assert blocks.device.stats("save")["max_copies_per_slice"] == 4
+    assert blocks.close()
 
 
 @pytest.mark.parametrize("result", [TRANSIENT, STICKY])
