@@ -66,6 +66,10 @@ class Peer:
             raise PeerError(
                 "no_answer", f"{self.name} did not answer; is it an agent of this version{token}?"
             ) from None
+        except PeerError:
+            self.disconnect()
+            self._leave_alone()
+            raise
         except OSError as error:
             self._leave_alone()
             raise PeerError("unreachable", f"{self.name} cannot be reached: {error.strerror or error}") from None
@@ -115,7 +119,10 @@ class Peer:
             try:
                 reply: Reply = protocol.parse(parts, protocol.reply_decoder)
             except ProtocolError as error:
-                reply = Refused(0, "message", str(error))
+                for future in self._waiting.values():
+                    if not future.done():
+                        future.set_exception(PeerError("bad_answer", f"{self.name} answered with {error}"))
+                continue
             if reply.id == 0:  # it could not even read our id: whoever waits is meant
                 waiting = list(self._waiting.values())
             else:
