@@ -111,7 +111,12 @@ void bind_engine(nb::module_& m) {
       .def_ro("reason", &JobResult::reason)
       .def_ro("queue_s", &JobResult::queue_s)
       .def_ro("transfer_s", &JobResult::transfer_s)
-      .def_ro("peak_outstanding_bytes", &JobResult::peak_outstanding_bytes);
+      .def_ro("peak_outstanding_bytes", &JobResult::peak_outstanding_bytes)
+      .def("__repr__", [](const JobResult& r) {
+        return "JobResult(" + std::to_string(r.job_id) + ", " + to_string(r.direction) + ", " +
+               to_string(r.status) + (r.error.empty() ? "" : ": " + r.error) + ", " +
+               std::to_string(r.bytes) + " bytes, " + r.backend + ")";
+      });
 
   nb::class_<EngineHandle>(m, "TransferEngine")
       .def("__init__", &make_engine, nb::arg("device"), nb::arg("pool"), nb::arg("layouts"),

@@ -26,12 +26,12 @@ struct Chunk {
 
 enum class Progress : uint8_t { kPending, kDone, kFailed };
 
-using Ticket = uint64_t;  // 0 is never a valid ticket
+using Ticket = uint64_t;   // 0 is never a valid ticket
 using EventId = uint64_t;  // 0 = no event: always ready
 
 struct DeviceLimits {
-  uint64_t max_chunk_bytes;        // larger decisions are clamped
-  uint32_t max_inflight_chunks;    // per lane
+  uint64_t max_chunk_bytes;      // larger decisions are clamped
+  uint32_t max_inflight_chunks;  // per lane
   uint32_t max_chunk_descriptors;
   uint32_t max_grid_blocks;
 };

@@ -65,10 +65,15 @@ void TransferEngine::dispose(TransferEngine* engine) {
 }
 
 EventId TransferEngine::record_event(uint64_t stream) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_) throw std::runtime_error("the engine is closed");
-  const EventId event = device_->record_event(stream);
-  if (event != 0) live_events_.insert(event);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) throw std::runtime_error("the engine is closed");
+  }
+  const EventId event = device_->record_event(stream);  // a driver may make us wait here: without the mutex
+  if (event != 0) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    live_events_.insert(event);
+  }
   return event;
 }
 

@@ -187,8 +187,9 @@ void HostPool::check_slot(uint64_t slot_class, uint64_t slot) const {
 
 void begin_write(SlotEntry& entry) {
   const uint64_t old = entry.generation.load(std::memory_order_relaxed);
-  entry.generation.store(old + 1 + (old & 1), std::memory_order_relaxed);  // odd, and never one seen before
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // visible before any byte that follows
+  // Odd, and never one seen before. Visible before any byte that follows: those are written by somebody to
+  // whom the work is handed over only now (a worker under a mutex, a driver).
+  entry.generation.exchange(old + 1 + (old & 1), std::memory_order_acq_rel);
 }
 
 void end_write(SlotEntry& entry, const uint8_t* key, uint32_t key_bytes, uint32_t length) {

@@ -18,8 +18,8 @@ Rank = tuple[int, int]  # (pipeline rank, tensor rank), as vLLM keys its handsha
 class TransferJob:
     """One job of one direction: every rank runs it over its own KV and reports it exactly once.
 
-    moves: uint32 [n, 3] rows of (group, block, slot), as bytes. keys: n joined block hashes, for saves.
-    request_id: whose load it is; "" for saves. policy: a request's own policy, None = the instance's.
+    moves: uint32 [n, 3] rows of (group, block, slot), as bytes. keys: n joined block hashes: what a save stores the
+    slots under, and what a load must find there. request_id: whose load it is; "" for saves. policy: a request's own policy, None = the instance's.
     """
 
     job_id: int

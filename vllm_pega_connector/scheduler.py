@@ -183,7 +183,8 @@ class PegaScheduler:
         if state is None or state.match is None:
             return
         match, state.match = state.match, None
-        blocks = min(external_tokens // self._block_size, match.blocks)
+        # Rounded up: what vLLM counts on must be loaded, should it ever cut within a block.
+        blocks = min(-(-external_tokens // self._block_size), match.blocks)
         taken, rest = match.slots[: 4 * blocks], match.slots[4 * blocks :]
         if rest:
             self._index.unpin(GROUP, rest)
@@ -192,9 +193,17 @@ class PegaScheduler:
         job = self._new_job("load", taken)
         job.state, job.start = state, match.start
         state.load = job
-        moves = _moves(block_ids[GROUP][match.start : match.start + blocks], taken)
-        policy = state.params.load_policy
-        self._new_loads.append(TransferJob(job.job_id, "load", moves, request_id=request.request_id, policy=policy))
+        first, end = match.start, match.start + blocks
+        self._new_loads.append(
+            TransferJob(
+                job.job_id,
+                "load",
+                _moves(block_ids[GROUP][first:end], taken),
+                self._joined(state, end)[first * self._key_bytes :],
+                request.request_id,
+                state.params.load_policy,
+            )
+        )
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """The request is over; its blocks are about to be freed, so what is worth saving is held now."""

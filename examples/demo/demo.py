@@ -146,12 +146,12 @@ def show_transfers(metrics: dict[str, Any]) -> None:
         table.add_column(name)
     for name in ("transfers", "MiB"):
         table.add_column(name, justify="right")
-    nbytes = {
-        (labels.get("direction", "?"), labels.get("backend", "?")): value
-        for labels, value in metrics.get("vllm:pega_transfer_bytes_total", [])
-    }
-    for labels, count in metrics.get("vllm:pega_transfers_total", []):
-        key = labels.get("direction", "?"), labels.get("backend", "?")
+
+    def by_backend(metric: str) -> dict[tuple[str, str], float]:
+        return {(labels["direction"], labels["backend"]): value for labels, value in metrics.get(metric, [])}
+
+    nbytes = by_backend("vllm:pega_transfer_bytes_total")
+    for key, count in sorted(by_backend("vllm:pega_transfers_total").items()):
         if count:
             table.add_row(*key, f"{count:.0f}", f"{nbytes.get(key, 0) / 2**20:,.1f}")
     console.print(table)
