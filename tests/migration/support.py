@@ -51,7 +51,7 @@ class Instance:
             timeout_s=5.0, verify=False,
         )  # fmt: skip
         self.spec = Spec(**{**defaults, **spec})
-        self.client = AgentClient(self.spec, [fd for p in shared for fd in (p.data_fd, p.table_fd)])
+        self.client = AgentClient(lambda: self.spec, [fd for p in shared for fd in (p.data_fd, p.table_fd)])
         self.events: list[Any] = []
         self._pull = 0
 

@@ -292,10 +292,11 @@ def test_a_deadline_that_passes_during_the_read() -> None:
 
 def test_the_agent_ends_with_its_engine() -> None:
     with Instance() as instance:
-        assert instance.client._socket is not None
-        instance.client._socket.close()
+        assert instance.client._now is not None
+        process = instance.client._now.process
+        instance.client._now.link.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + 5
-        while instance.client._process is not None and instance.client._process.poll() is None:
+        while process.poll() is None:
             assert time.monotonic() < deadline, "the agent outlived its engine"
             time.sleep(0.01)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of its agent: starts it, watches it, starts it again. Nothing in here waits for anything."""
+"""The engine's side of its agent: a thread starts it, waits for its end and starts the next; the engine never waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,18 @@ class Gone(msgspec.Struct, frozen=True):
     """The agent's process has ended: nothing it was told will be answered, and nothing of it can write any more."""
 
 
+class _Running:
+    """One agent process and our end of its standard input. Made by the thread, then used by the engine alone."""
+
+    def __init__(self, process: subprocess.Popen[bytes], link: socket.socket) -> None:
+        self.process = process
+        self.link = link
+        self.unpacker = protocol.Unpacker(protocol.from_agent_decoder)
+        self.unsent = bytearray()
+        self.lost = False  # the link is useless; the process may live on for a moment
+        self.ended = threading.Event()
+
+
 Event = Ended | Gone
 
 
@@ -37,178 +50,177 @@ def _environment() -> dict[str, str]:
 
 
 class AgentClient:
-    """One agent after the other, for one engine. Used by the engine's thread alone."""
+    """One agent after the other, for one engine. Everything public is for the engine's thread.
 
-    def __init__(self, spec: Spec, descriptors: Sequence[int]) -> None:
+    `spec` is called in the thread, and may wait; `descriptors` are what the agent inherits, the spec's pools.
+    """
+
+    def __init__(self, spec: Callable[[], Spec], descriptors: Sequence[int]) -> None:
         self._spec = spec
         self._descriptors = tuple(descriptors)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._starter: threading.Thread | None = None
-        self._unpacker = protocol.Unpacker(protocol.from_agent_decoder)
-        self._unsent = bytearray()
-        self._started = 0.0
-        self._restart_at: float | None = time.monotonic()
-        self._restart_s = FIRST_RESTART_S
-        self._eof = False
-        self._closed = False
-        self.port = spec.listen_port  # once known, kept over restarts
+        self._started: deque[_Running] = deque()
+        self._now: _Running | None = None
+        self._closed = threading.Event()
+        self._last_said = ""
+        self.port = 0  # once known, kept over restarts
         self.ready = False
         self.starts = 0
         self.failure = ""  # why it cannot start, in its own words
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="pega-agent-watch")
+        self._watcher.start()
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        return self._now.process.pid if self._now is not None else None
+
+    # --- the thread ---
+
+    def _watch(self) -> None:
+        pause_s = FIRST_RESTART_S
+        while not self._closed.is_set():
+            started = time.monotonic()
+            try:
+                running = self._start()
+            except Exception as error:  # no process, no memory, no descriptor: it may pass
+                self.failure = f"cannot start the agent: {error}"
+                status: int | str = "none"
+            else:
+                self._started.append(running)
+                status = running.process.wait()
+                running.ended.set()
+            if self._closed.is_set():
+                return
+            pause_s = FIRST_RESTART_S if time.monotonic() - started > STEADY_S else min(2 * pause_s, LAST_RESTART_S)
+            logger.warning(
+                "PegaConnector: the migration agent ended (exit status %s); serving goes on, the next starts in %.0f s",
+                status,
+                pause_s,
+            )
+            self._closed.wait(pause_s)
+
+    def _start(self) -> _Running:
+        ours, theirs = socket.socketpair()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "vllm_pega_connector.migration.agent"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=_environment(),
+                pass_fds=self._descriptors,
+                start_new_session=True,  # a Ctrl-C is for the engine
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.starts += 1
+        running = _Running(process, ours)
+        try:
+            spec = self._spec()  # while the process imports
+            ours.sendall(protocol.pack(msgspec.structs.replace(spec, listen_port=self.port or spec.listen_port)))
+        except OSError:
+            pass  # it has ended already; its exit status tells
+        except BaseException:
+            process.kill()
+            process.wait()
+            ours.close()
+            raise
+        ours.setblocking(False)
+        return running
+
+    # --- the engine ---
 
     def post(self, pull: Pull) -> bool:
         """False if there is no agent now, or it is far behind: then nothing was taken."""
-        if not self.ready or self._eof or len(self._unsent) > MAX_UNSENT_BYTES:
+        if not self.ready or self._now is None or len(self._now.unsent) > MAX_UNSENT_BYTES:
             return False
         try:
-            self._unsent += protocol.pack(pull)
+            self._now.unsent += protocol.pack(pull)
         except ProtocolError:
             return False
-        self._send()
+        self._send(self._now)
         return True
 
     def poll(self) -> list[Event]:
         """What has happened since the last call. Costs one system call when nothing has."""
         events: list[Event] = []
-        if self._starter is not None:
-            if self._starter.is_alive():
+        if self._now is None:
+            if not self._started:
                 return events
-            self._starter = None
-        if self._socket is not None and not self._eof:
-            self._send()
-            for message in self._receive():
-                if isinstance(message, Ended):
-                    events.append(message)
-                elif isinstance(message, Ready):
-                    self.ready, self.port, self.failure = True, message.port, ""
-                    logger.info("PegaConnector: migration agent listens on port %d", message.port)
-                elif isinstance(message, Failed):
-                    self.failure = message.reason
-        if self._process is not None and self._process.poll() is not None:
-            for message in self._receive():  # what it said last
-                if isinstance(message, Ended):
-                    events.append(message)
-                elif isinstance(message, Failed):
-                    self.failure = message.reason
+            self._now = self._started.popleft()
+        over = self._now.ended.is_set()  # before reading: what it said last comes first
+        self._send(self._now)
+        for message in self._receive(self._now):
+            if isinstance(message, Ended):
+                events.append(message)
+            elif isinstance(message, Ready):
+                self.ready, self.port, self.failure = not over, message.port, ""
+                logger.info("PegaConnector: the migration agent listens on port %d", message.port)
+            elif isinstance(message, Failed):
+                self.failure = message.reason
+                if self.failure != self._last_said:
+                    self._last_said = self.failure
+                    logger.warning("PegaConnector: no migration: %s", self.failure)
+        if over:
+            self._now.link.close()
+            self._now, self.ready = None, False
             events.append(Gone())
-            self._bury()
-        elif self._process is None and self._restart_at is not None and time.monotonic() >= self._restart_at:
-            self._restart_at = None
-            # fork and exec take milliseconds, more for a process that maps much: not on the engine's thread.
-            self._starter = threading.Thread(target=self._start, daemon=True, name="pega-agent-start")
-            self._starter.start()
         return events
 
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        spec = msgspec.structs.replace(self._spec, listen_port=self.port)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_pega_connector.migration.agent"],
-                stdin=theirs.fileno(),
-                env=_environment(),
-                stdout=subprocess.DEVNULL,
-                pass_fds=self._descriptors,
-                start_new_session=True,  # a Ctrl-C is for the engine
-            )
-        except OSError as error:
-            self.failure = f"cannot start {sys.executable}: {error}"
-            ours.close()
-            self._restart_at = time.monotonic() + LAST_RESTART_S
-            return
-        finally:
-            theirs.close()
-        self._started = time.monotonic()
-        self.starts += 1
-        self._unsent = bytearray(protocol.pack(spec))
-        self._unpacker = protocol.Unpacker(protocol.from_agent_decoder)
-        self._eof = False
-        self._socket, self._process = ours, process
-
-    def _bury(self) -> None:
-        assert self._process is not None
-        if self._socket is not None:
-            self._socket.close()
-        status, lived = self._process.returncode, time.monotonic() - self._started
-        self._restart_s = FIRST_RESTART_S if lived > STEADY_S else min(2 * self._restart_s, LAST_RESTART_S)
-        why = f": {self.failure}" if self.failure else f" (exit status {status})"
-        if not self._closed:
-            logger.warning(
-                "PegaConnector: the migration agent ended%s; serving goes on, the next one starts in %.1f s",
-                why,
-                self._restart_s,
-            )
-            self._restart_at = time.monotonic() + self._restart_s
-        self._process, self._socket, self.ready = None, None, False
-
-    def _send(self) -> None:
-        assert self._socket is not None
-        while self._unsent:
+    def _send(self, running: _Running) -> None:
+        while running.unsent and not running.lost:
             try:
-                sent = self._socket.send(memoryview(self._unsent)[: 1 << 20])
+                sent = running.link.send(memoryview(running.unsent)[: 1 << 20])
             except BlockingIOError:
                 return
             except OSError:
-                self._lost()
+                self._lose(running)
                 return
-            del self._unsent[:sent]
+            del running.unsent[:sent]
 
-    def _receive(self) -> list[FromAgent]:
+    def _receive(self, running: _Running) -> list[FromAgent]:
         messages: list[FromAgent] = []
-        while self._socket is not None and not self._eof:
+        while not running.lost:
             try:
-                data = self._socket.recv(1 << 18)
+                data = running.link.recv(1 << 18)
             except BlockingIOError:
                 break
             except OSError:
                 data = b""
             if not data:
-                self._lost()
+                self._lose(running)
                 break
             try:
-                messages += self._unpacker.feed(data)
+                messages += running.unpacker.feed(data)
             except ProtocolError as error:
                 logger.error("PegaConnector: the migration agent speaks nonsense: %s", error)
-                self.kill()
-                self._lost()
+                self._lose(running)
         return messages
 
-    def _lost(self) -> None:
-        """The socket is useless; the process may still live, so its slots are not safe yet."""
-        self._eof = True
-        self.ready = False
-        self.kill()
+    def _lose(self, running: _Running) -> None:
+        running.lost, self.ready = True, False
+        running.process.kill()
 
     def stop(self) -> None:
-        """Lets the agent end by itself, after those who are reading from it."""
-        if self.ready:
-            self._unsent += protocol.pack(Stop())
-            self._send()
+        """Lets the agent end by itself, after those who are reading from it; another one follows."""
+        if self.ready and self._now is not None:
+            self._now.unsent += protocol.pack(Stop())
+            self._send(self._now)
             self.ready = False
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        """Ends the agent at once; another one follows."""
+        if self._now is not None:
+            self._now.process.kill()
 
     def close(self) -> None:
-        """Ends the agent for good: with its standard input."""
-        self._closed, self._restart_at = True, None
-        if self._starter is not None and self._starter is not threading.current_thread():
-            self._starter.join()
-        if self._socket is not None:
-            self._eof = True
-            self._socket.close()
-            self._socket = None
-        if self._process is not None:
-            try:
-                self._process.wait(1.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
+        """Ends the agent for good."""
+        self._closed.set()
+        for running in [*self._started, *([self._now] if self._now is not None else [])]:
+            running.lost = True
+            running.process.kill()  # it only reads and writes memory that is about to go
+            running.link.close()
+        self._watcher.join(5.0)
+        self._now, self.ready = None, False
+        self._started.clear()
