@@ -42,8 +42,8 @@ lint: $(TOOLS_READY)  ## Check style and types: ruff, mypy, clang-format
 demo: setup  ## Serve a tiny model through vLLM with the connector and show what came from where
 	$(BIN)/python examples/demo/demo.py
 
-bench: setup  ## Run the benchmarks that need no GPU
-	@for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+bench: setup  ## What the native engine costs vLLM's threads: hand-over and lookup times (needs no GPU)
+	$(BIN)/python benchmarks/native_costs.py
 
 clean:  ## Remove .venv, builds and caches
 	rm -rf .venv build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

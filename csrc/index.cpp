@@ -14,10 +14,6 @@ namespace {
 // Keys looked up together: enough to hide the latency of memory, few enough to stay in the first-level cache.
 constexpr size_t kBatch = 16;
 
-// Free runs looked at before a search settles for a shorter one: in a pool in splinters a whole scan would
-// cost the scheduler milliseconds.
-constexpr int kScanRuns = 1024;
-
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
 
 // Random visits to tens of MB: with pages of 4 KiB most of their time would go into address translation.
@@ -47,11 +43,7 @@ SlotIndex::SlotIndex(const std::vector<uint32_t>& slots_per_class, std::vector<u
   for (const uint32_t slots : slots_per_class) {
     if (slots == 0) refuse("a slot class has no slots");
     if (total + slots >= (uint64_t{1} << 31)) refuse("an index holds at most 2^31 - 1 slots");
-    Class c;
-    c.first = static_cast<uint32_t>(total);
-    c.slots = slots;
-    c.free_bits.assign((uint64_t{slots} + 63) / 64, ~uint64_t{0});
-    if (slots % 64 != 0) c.free_bits.back() = (uint64_t{1} << (slots % 64)) - 1;
+    Class c{static_cast<uint32_t>(total), slots, FreeSlots(slots)};
     c.counts.free = c.counts.total = slots;
     classes_.push_back(std::move(c));
     total += slots;
@@ -259,9 +251,8 @@ void SlotIndex::unpin(uint64_t group, const uint32_t* slots, size_t n) {
 
 // The caller has taken the node out of the map, the LRU list and its count.
 void SlotIndex::set_free(Class& c, uint32_t n) {
-  const uint32_t slot = n - c.first;
   nodes_[n].state = State::kFree;
-  c.free_bits[slot / 64] |= uint64_t{1} << (slot % 64);
+  c.free.give_back(n - c.first);
   ++c.counts.free;
 }
 
@@ -297,51 +288,6 @@ size_t SlotIndex::evict(Class& c, size_t wanted) {
   return evicted;
 }
 
-// The first run of `length` free slots that begins at or after `from`; kNoSlot if there is none nearby.
-uint32_t SlotIndex::find_run(const Class& c, uint32_t from, uint32_t length) const {
-  const auto next = [&](uint32_t at, bool free) {  // the first slot from `at` on that is free, or that is not
-    for (uint32_t word = at / 64; word < c.free_bits.size(); ++word) {
-      uint64_t bits = free ? c.free_bits[word] : ~c.free_bits[word];
-      if (word == at / 64) bits &= ~uint64_t{0} << (at % 64);
-      if (bits != 0) return std::min<uint32_t>(c.slots, word * 64 + __builtin_ctzll(bits));
-    }
-    return c.slots;
-  };
-  uint32_t begin = next(from, true);
-  for (int runs = 0; begin < c.slots && runs < kScanRuns; ++runs) {
-    const uint32_t end = next(begin, false);
-    if (end - begin >= length) return begin;
-    begin = next(end, true);
-  }
-  return kNoSlot;
-}
-
-// Neighbouring slots merge into one range of bytes, so look for one run, then for two halves, and so on;
-// first right behind `near`. The caller made sure that `wanted` slots are free.
-void SlotIndex::allocate(Class& c, size_t wanted, int64_t near, std::vector<uint32_t>* slots) {
-  uint32_t at = near >= 0 && near + 1 < c.slots ? static_cast<uint32_t>(near + 1) : c.cursor;
-  const auto is_free = [&](uint32_t slot) { return (c.free_bits[slot / 64] >> (slot % 64) & 1) != 0; };
-  const auto take_run = [&] {
-    for (; at < c.slots && is_free(at) && wanted > 0; ++at, --wanted) {
-      c.free_bits[at / 64] &= ~(uint64_t{1} << (at % 64));
-      slots->push_back(at);
-    }
-  };
-  if (near >= 0 && near + 1 < c.slots) take_run();
-  for (uint32_t length = static_cast<uint32_t>(wanted); wanted > 0;) {
-    length = std::min(length, static_cast<uint32_t>(wanted));
-    uint32_t run = find_run(c, at < c.slots ? at : 0, length);
-    if (run == kNoSlot) run = find_run(c, 0, length);
-    if (run == kNoSlot) {
-      length /= 2;
-      continue;
-    }
-    at = run;
-    take_run();
-  }
-  c.cursor = at < c.slots ? at : 0;
-}
-
 void SlotIndex::reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t near, uint32_t* slots) {
   Class& c = class_of(group);
   if (near >= int64_t{c.slots})
@@ -366,7 +312,7 @@ void SlotIndex::reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t n
   for (const uint32_t node : present) nodes_[node].marked = false;
 
   scratch_.clear();
-  allocate(c, granted, near, &scratch_);
+  c.free.take(granted, near, &scratch_);
   size_t used = 0;
   for (size_t i = 0; i < n; ++i) {
     const bool absent = slots[i] == kNoSlot;
@@ -383,7 +329,7 @@ void SlotIndex::reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t n
     insert(c.first + slot);
     slots[i] = slot;
   }
-  for (size_t i = used; i < granted; ++i) c.free_bits[scratch_[i] / 64] |= uint64_t{1} << (scratch_[i] % 64);
+  for (size_t i = used; i < granted; ++i) c.free.give_back(scratch_[i]);
   c.counts.free -= used;
   c.counts.reserved += used;
 }

@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "free_slots.h"
 #include "pool.h"  // kMaxKeyBytes
 
 namespace pega {
@@ -72,14 +73,13 @@ class SlotIndex {
     uint32_t tag;
   };
   struct Class {
-    uint32_t first = 0;  // node of slot 0
-    uint32_t slots = 0;
+    uint32_t first;  // node of slot 0
+    uint32_t slots;
+    FreeSlots free;
     uint32_t oldest = kNoSlot, newest = kNoSlot;
-    uint32_t cursor = 0;  // where the last reservation ended: next fit
-    std::vector<uint64_t> free_bits;
+    Counts counts = {};
     uint32_t slot_class = 0;
-    std::shared_ptr<const HostPool> leases;  // may be null
-    Counts counts;
+    std::shared_ptr<const HostPool> leases = nullptr;  // may be null
   };
 
   Class& class_of(uint64_t group);
@@ -95,8 +95,6 @@ class SlotIndex {
   void set_free(Class& c, uint32_t node);
   void forget_ready(Class& c, uint32_t node);
   size_t evict(Class& c, size_t wanted);
-  uint32_t find_run(const Class& c, uint32_t from, uint32_t length) const;
-  void allocate(Class& c, size_t wanted, int64_t near, std::vector<uint32_t>* slots);
   uint32_t checked(const Class& c, uint64_t group, uint32_t slot) const;
 
   const std::vector<uint32_t> group_classes_;

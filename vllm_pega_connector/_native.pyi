@@ -9,6 +9,10 @@ class Segment:
     Ranges of different `allocation` ids never merge. Segments are given in slot order: segment i lies behind
     segments 0..i-1 in the slot.
     """
+    base: int
+    block_stride: int
+    bytes: int
+    allocation: int
     def __init__(self, base: int, block_stride: int, bytes: int, allocation: int) -> None: ...
 
 class GroupLayout:
@@ -26,6 +30,10 @@ class HostPool:
 
     `slot_classes`: (slot_bytes, slots) per size class; slot ids count from 0 within a class. Memory is
     reserved but touched lazily unless `prefault`. Raises MemoryError or ValueError with what to change.
+
+    Data: the classes one after the other, each beginning on a 4,096-byte page, slots without gaps. Table: 64 bytes a
+    slot in the same order, without gaps: struct "<32sQIIQQ" = key (zero padded), generation, length, key bytes, lease,
+    unused. A writer makes the generation odd before the first byte and even after the last; it never goes back.
     """
     def __init__(self, slot_classes: Sequence[tuple[int, int]], prefault: bool = False) -> None: ...
     @staticmethod

@@ -102,8 +102,11 @@ def test_jobs_of_different_size_share_a_lane_within_the_tightest_bound():
     small = policy("staged", chunk_bytes=1024, inflight_chunks=2)
     engine.submit(2, "load", rows([(0, b, b) for b in range(40, 60)]), policy=small)
     results = []
+    of_the_small_job = rig.base + 64 + 40 * 1024
     while len(results) < 2:
         engine.step()
+        if any(device >= of_the_small_job for device, _, _ in sim.touching()):
+            assert sim.outstanding_bytes[0] <= 2048, "the large job's chunks count against the small one's bound"
         results += engine.poll()
     by_id = {r.job_id: r for r in results}
     assert by_id[1].status == by_id[2].status == "done"

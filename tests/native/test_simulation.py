@@ -61,7 +61,7 @@ class World:
         # By byte of (device, host): how many jobs may write it, or touch it at all.
         self.may_write = np.zeros(self.device.size, np.int8), np.zeros(self.host.size, np.int8)
         self.may_touch = np.zeros(self.device.size, np.int8), np.zeros(self.host.size, np.int8)
-        self.largest_bound = 0
+        self.owner = np.zeros(self.device.size, np.int32), np.zeros(self.host.size, np.int32)  # the job that writes it
 
     def say(self, *what: object) -> None:
         if self.log:
@@ -115,7 +115,6 @@ class World:
         bound = min(fields["chunk_bytes"], LIMITS["chunk_bytes"]) * min(
             fields["inflight_chunks"], LIMITS["inflight_chunks"]
         )
-        self.largest_bound = max(self.largest_bound, bound)
         generations = [self.rig.slot_state(g, s)[0] for g, _, s in moves]
         job = JobState(self.next_id, direction, moves, keys, event, bound, generations)
         self.jobs[job.job_id] = job
@@ -165,8 +164,10 @@ class World:
             self.may_touch[1][h : h + size] += sign
             if job.direction == "load":
                 self.may_write[0][d : d + size] += sign
+                self.owner[0][d : d + size] = job.job_id if sign > 0 else 0
             else:
                 self.may_write[1][h : h + size] += sign
+                self.owner[1][h : h + size] = job.job_id if sign > 0 else 0
 
     def allow_ready(self) -> None:
         unready = set(self.sim.unready_events)
@@ -186,7 +187,9 @@ class World:
             d, h = d - self.rig.base, h - self.rig.pool.address
             assert np.all(self.may_touch[0][d : d + size]), "a copy outlives its job"
             assert np.all(self.may_touch[1][h : h + size]), "a copy outlives its job"
-        assert max(self.sim.outstanding_bytes) <= self.largest_bound
+            job = self.jobs[int(self.owner[0][d] or self.owner[1][h])]
+            outstanding = self.sim.outstanding_bytes[job.direction == "save"]
+            assert outstanding <= job.bound, "more in flight than a job in flight allows"
         for job in self.jobs.values():
             if job.direction == "save":
                 self.watch_slots(job)

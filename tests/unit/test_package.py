@@ -90,11 +90,13 @@ def test_native_module_has_nothing_undeclared() -> None:
     from vllm_pega_connector import _native
 
     declared = native_stub()
-    public = {name for name in vars(_native) if not name.startswith("_")}
-    assert public <= set(declared)
-    for name in public:
-        if isinstance(getattr(_native, name), type):
-            assert {m for m in vars(getattr(_native, name)) if not m.startswith("_")} <= declared[name], name
+    public = {name: value for name, value in vars(_native).items() if not name.startswith("_")}
+    undeclared = [name for name in public if name not in declared]
+    for name, value in public.items():
+        if isinstance(value, type):
+            members = {member for member in vars(value) if not member.startswith("_")}
+            undeclared += [f"{name}.{member}" for member in members - declared.get(name, set())]
+    assert not undeclared
 
 
 def test_every_source_names_its_licence() -> None:
