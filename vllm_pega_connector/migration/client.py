@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_pega_connector.guard import logger
+from vllm_pega_connector.guard import log_limited, logger
 from vllm_pega_connector.migration import protocol
 from vllm_pega_connector.migration.protocol import Ended, Failed, FromAgent, ProtocolError, Pull, Ready, Spec, Stop
 
@@ -91,7 +91,8 @@ class AgentClient:
             if self._closed.is_set():
                 return
             pause_s = FIRST_RESTART_S if time.monotonic() - started > STEADY_S else min(2 * pause_s, LAST_RESTART_S)
-            logger.warning(
+            log_limited(
+                "agent",
                 "PegaConnector: the migration agent ended (exit status %s); serving goes on, the next starts in %.0f s",
                 status,
                 pause_s,

@@ -42,8 +42,9 @@ class PullState:
 class Ask:
     """What one request waits for."""
 
-    pulls: list[PullState] = field(default_factory=list)
-    start_by: float = 0.0  # how long it waits for an agent that is just starting
+    start_by: float  # how long it waits for an agent that is just starting
+    pulls: list[PullState] | None = None  # None: not asked for yet
+    over: bool = False  # it waits no more
 
 
 @dataclass
@@ -89,26 +90,25 @@ class Migration:
     def sources(self, source: HostPort | None) -> list[str]:
         return [str(source)] if source is not None else self._peers
 
-    def ask(self, sources: list[str], hashes: Sequence[bytes], joined: bytes) -> Ask:
-        """Pulls those of a request's blocks that are not here, or joins the pulls that bring them."""
-        now = self._clock()
-        ask = Ask(start_by=now + self._timeout_s)
-        if self._client.ready:
-            self._post(ask, sources, hashes, joined)
-        return ask
+    def ask(self) -> Ask:
+        return Ask(start_by=self._clock() + self._timeout_s)
 
-    def not_yet(self, ask: Ask, sources: list[str], hashes: Sequence[bytes], joined: bytes) -> bool:
-        """True while the request should wait. Costs a microsecond or two."""
+    def not_yet(self, ask: Ask, sources: list[str], hashes: Callable[[], Sequence[bytes]]) -> bool:
+        """True while the request should wait. `hashes` gives the keys of the blocks that it lacks on the GPU.
+
+        Pulls those that are not in the pool either, or joins the pulls that bring them; later calls only look.
+        """
         now = self._clock()
-        if not ask.pulls and ask.start_by and not self._client.failure and now < ask.start_by:
-            if not self._client.ready:
+        if ask.pulls is None:
+            if not self._client.ready and not self._client.failure and now < ask.start_by:
                 return True  # the agent is just starting
-            self._post(ask, sources, hashes, joined)
-        return any(p.id in self._pulls and now < p.deadline for p in ask.pulls)
+            ask.pulls = self._post(sources, hashes()) if self._client.ready else []
+        waits = any(p.id in self._pulls and now < p.deadline for p in ask.pulls)
+        ask.over = not waits
+        return waits
 
-    def _post(self, ask: Ask, sources: list[str], hashes: Sequence[bytes], joined: bytes) -> None:
-        ask.start_by = 0.0
-        present = self._index.contains(self._group, joined)
+    def _post(self, sources: list[str], hashes: Sequence[bytes]) -> list[PullState]:
+        present = self._index.contains(self._group, b"".join(hashes))
         wanted: list[bytes] = []
         joins: dict[int, PullState] = {}
         for key, state in zip(hashes, present, strict=True):
@@ -116,12 +116,13 @@ class Migration:
                 wanted.append(key)
             elif state == 1 and (other := self._by_key.get(key)) is not None:
                 joins[other.id] = other
-        ask.pulls = list(joins.values())
+        pulls = list(joins.values())
         for first in range(0, len(wanted), MAX_KEYS):
             pull = self._pull(sources, wanted[first : first + MAX_KEYS])
             if pull is None:
-                return
-            ask.pulls.append(pull)
+                break
+            pulls.append(pull)
+        return pulls
 
     def _pull(self, sources: list[str], keys: list[bytes]) -> PullState | None:
         slots = np.frombuffer(self._index.reserve(self._group, b"".join(keys)), np.uint32)
