@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real vLLM instances on CPU: what one has computed, the other loads; and whatever goes wrong, tokens stay right."""
+"""Two real vLLM instances on CPU: what one computed, the other loads; whatever goes wrong, tokens stay right."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.vllm
 
 BLOCK_BYTES = 3 * 2 * 32 * 2 * 4 * BLOCK  # layers x KV heads x head size x (K, V) x float32 x tokens
 MIGRATION = {"listen": "127.0.0.1:0", "transport": "tcp", "timeout_s": 8, "model_id": "tiny"}
+ENDED: list[tuple[str, str]] = []
 OPTIONS = {"num_gpu_blocks_override": 96, "max_num_batched_tokens": 256}
 
 
@@ -43,6 +44,15 @@ def source() -> Iterator[VllmInstance]:
 @pytest.fixture(scope="module")
 def target(source: VllmInstance) -> Iterator[Engine]:
     made = Engine(config(), **OPTIONS)
+    migration = made.connector._scheduler._migration
+    take = migration.take_stats
+
+    def keep() -> Any:  # vLLM takes the statistics in every step
+        stats = take()
+        ENDED.extend(stats.ended.elements())
+        return stats
+
+    migration.take_stats = keep
     source.ask("ready")
     yield made
     made.llm.llm_engine.engine_core.shutdown()
@@ -61,12 +71,14 @@ def quiet(target: Engine) -> Iterator[None]:
         assert time.monotonic() < deadline
     target.assert_idle()
     target.forget_all()
+    results(target)
 
 
 def results(target: Engine) -> list[tuple[str, str]]:
     """(result, reason) of the pulls that ended since the last call."""
-    stats = target.connector._scheduler._migration.take_stats()
-    return list(stats.ended.elements())
+    target.connector._scheduler._migration.take_stats()
+    ended, ENDED[:] = ENDED[:], []
+    return ended
 
 
 def migrated(target: Engine, source: str, tokens: list[int], generate: int = 12) -> int:
@@ -105,12 +117,17 @@ def test_the_same_request_twice_and_two_at_once(source: VllmInstance, target: En
 def test_abort_during_the_pull(source: VllmInstance, target: Engine) -> None:
     tokens = prompt(3, 400)
     address = source.ask("run", tokens, 2)["params"]["pega"]["source"]
-    request = target.add(Ask(tuple(tokens), 6, (("source", address),)))
-    target.step()
-    assert target.counts()["pulls"] == 1
-    target.abort(request)
-    target.finish()
     migration = target.connector._scheduler._migration
+    os.kill(migration._client.pid, signal.SIGSTOP)  # so that we are in time
+    try:
+        request = target.add(Ask(tuple(tokens), 6, (("source", address),)))
+        target.step()
+        assert target.counts()["pulls"] == 1
+        target.abort(request)
+        target.finish()
+        assert target.counts()["pulls"] == 1
+    finally:
+        os.kill(migration._client.pid, signal.SIGCONT)
     while migration.counts()["pulls"]:
         migration.poll()
     # It went on without the request, and the next one finds its blocks.
@@ -148,8 +165,10 @@ def test_our_agent_is_killed(source: VllmInstance, target: Engine) -> None:
     migration = target.connector._scheduler._migration
     time.sleep(1.1)  # the frozen source is left alone for a second
     address = source.ask("run", tokens, 2)["params"]["pega"]["source"]
+    os.kill(migration._client.pid, signal.SIGSTOP)
     request = target.add(Ask(tuple(tokens), 6, (("source", address),)))
     target.step()
+    assert target.counts()["pulls"] == 1
     migration._client.kill()
     target.finish()
     run = target.requests[request]
