@@ -240,6 +240,11 @@ class Migration:
         """0 until the agent has told it."""
         return self._client.port
 
+    @property
+    def failure(self) -> str:
+        """Why there is no agent, in its own words; "" if there is one, or will be."""
+        return self._client.failure
+
     def counts(self) -> dict[str, int]:
         return {"pulls": len(self._pulls), "quarantined": len(self._quarantine) // 4}
 
