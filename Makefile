@@ -30,8 +30,9 @@ native: $(TOOLS_READY)  ## Rebuild the native engine and install it into .venv
 	@scripts/setup.sh native
 	@touch $(NATIVE_READY)
 
-test: setup lint  ## Run everything that needs no GPU, as CI does (GPU tests are skipped where there is none)
-	$(BIN)/python -m pytest -rs
+# The tests run even when a linter complains: one run shows both. pytest's closing line comes last.
+test: setup  ## Run everything that needs no GPU, as CI does (GPU tests are skipped where there is none)
+	@lint=0; $(MAKE) --no-print-directory lint || lint=$$?; $(BIN)/python -m pytest -rs && exit $$lint
 
 lint: $(TOOLS_READY)  ## Check style and types: ruff, mypy, clang-format
 	$(BIN)/ruff check .

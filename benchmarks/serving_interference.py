@@ -319,7 +319,7 @@ def main() -> None:
         parser.error(f"--modes {args.modes} names none of: {', '.join(m.name for m in MODES)}")
     server = Server(args.model, max(args.contexts) + args.steps + 16, max(args.batches))
     server.decode(1, 64, args.warm_up + 8, 0)
-    document: dict[str, Any] = {"options": {k: str(v) for k, v in vars(args).items()}, "host": platform.platform(),
+    document: dict[str, Any] = {"options": {k: str(v) for k, v in vars(args).items() if k != "json"}, "host": platform.platform(),
                                 "modes": [asdict(m) for m in modes], "cases": []}  # fmt: skip
     for batch, context, rate in itertools.product(args.batches, args.contexts, args.rates):
         sides = 2 if args.directions == "both" else 1

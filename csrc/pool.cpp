@@ -186,10 +186,9 @@ void HostPool::check_slot(uint64_t slot_class, uint64_t slot) const {
 }
 
 void begin_write(SlotEntry& entry) {
-  const uint64_t old = entry.generation.load(std::memory_order_relaxed);
-  // Odd, and never one seen before. Visible before any byte that follows: those are written by somebody to
-  // whom the work is handed over only now (a worker under a mutex, a driver).
-  entry.generation.exchange(old + 1 + (old & 1), std::memory_order_acq_rel);
+  // Visible before any byte that follows: those are written by somebody to whom the work is handed over only
+  // now (a worker under a mutex, a driver). Odd already: a writer was given up before it ended; so it stays.
+  entry.generation.fetch_or(1, std::memory_order_acq_rel);
 }
 
 void end_write(SlotEntry& entry, const uint8_t* key, uint32_t key_bytes, uint32_t length) {

@@ -60,20 +60,22 @@ def _contiguous_runs(dims: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
 
 
 def group_runs(tensors: Iterable[Any], num_blocks: int) -> list[Run]:
-    """The runs of all layers of a cache group, in the order given; layers that alias one memory count once.
+    """The runs of all layers of a cache group; layers that alias one memory count once.
 
-    Runs that follow each other within the block stride of one allocation are joined: a block-outermost layout
-    becomes one run per block.
+    Allocations come in the order given, for where they lie differs between processes; within one, runs are in address
+    order, and those that follow each other within the block stride are joined: a block-outermost layout becomes one
+    run per block, whatever the order of its layers.
     """
     seen: set[tuple[int, tuple[int, ...]]] = set()
-    runs: list[Run] = []
+    runs: dict[int, list[Run]] = {}
     for tensor in tensors:
         identity = (tensor.data_ptr(), tuple(tensor.stride()))
         if identity not in seen:
             seen.add(identity)
-            runs += block_runs(tensor, num_blocks)
+            for run in block_runs(tensor, num_blocks):
+                runs.setdefault(run.allocation, []).append(run)
     joined: list[Run] = []
-    for run in runs:
+    for run in (run for allocation in runs.values() for run in sorted(allocation)):
         last = joined[-1] if joined else None
         if (
             last is not None

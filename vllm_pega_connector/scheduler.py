@@ -428,11 +428,13 @@ class PegaScheduler:
         state = job.state
         assert state is not None
         state.load = None
-        if job.errors and self._requests.get(state.request.request_id) is state:
-            state.load_limit = job.start
-            reason = job.errors[0].split(":", 1)[0]
-            self.load_failures[reason] += 1
-            log_limited("load", "PegaConnector: a load failed, its blocks are computed instead: %s", job.errors[0])
+        if not job.errors:
+            return
+        state.load_limit = job.start
+        failures = [e for e in job.errors if not e.startswith("cancelled")]  # we cancel when the request has gone
+        if failures:
+            self.load_failures[failures[0].split(":", 1)[0]] += 1
+            log_limited("load", "PegaConnector: a load failed, its blocks are computed instead: %s", failures[0])
 
     # --- questions ---
 

@@ -24,6 +24,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# On a GPU, Triton's attention would round float32 to TF32, and a near tie may then fall either way.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "reference"
@@ -85,7 +87,8 @@ class Reference:
     def _compute(self, missing: dict[str, tuple[tuple[int, ...], int]]) -> dict[str, list[int]]:
         if self._process is None:
             read, write = os.pipe()
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            environment = {**os.environ, "PYTHONPATH": path}
             command = [sys.executable, "-m", "tests.serving.engine", self._model, str(write)]
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[write], text=True

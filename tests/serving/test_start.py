@@ -31,7 +31,8 @@ print("STARTED")
 
 
 def start(extra: dict[str, object], find: str = "path") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [sys.executable, "-c", START, model_path(), json.dumps(extra), find]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, cwd="/")
 
