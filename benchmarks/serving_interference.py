@@ -9,7 +9,7 @@ the rate reached and the time a burst took, since a throttled copy always looks 
     python benchmarks/serving_interference.py --model qwen3-4b --json interference.json
 
 `--model`: a name in SHAPES (dummy weights; needs no download), or a path with weights. On CPU vLLM it runs too, to
-try the script: --model PATH --batches 1 --contexts 128 --steps 40 --fragments 64.
+try the script: --model PATH --contexts 128 --steps 40 --burst-kib 256.
 """
 
 from __future__ import annotations
@@ -76,6 +76,14 @@ MODES = (
     Mode(
         "chunked, 8 CTAs, 1024, 8 in flight",
         {"backend": "chunked", "max_grid_blocks": 8, "chunk_descriptors": 1024, "inflight_chunks": 8},
+    ),
+    Mode(
+        "chunked, 2 CTAs, 512 KiB awaited",
+        {"backend": "chunked", "max_grid_blocks": 2, "chunk_bytes": 512 << 10, "inflight_chunks": 1},
+    ),
+    Mode(
+        "staged, 4 CTAs, 256 KiB x 1",
+        {"backend": "staged", "max_grid_blocks": 4, "chunk_bytes": 256 << 10, "inflight_chunks": 1},
     ),
     Mode(
         "staged, 4 CTAs, 1 MiB x 2",
@@ -304,9 +312,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048])
     parser.add_argument("--rates", type=float, nargs="+", default=[2.5], help="GiB/s asked for, all directions")
-    parser.add_argument("--fragment-bytes", type=int, default=4096)
-    parser.add_argument("--fragments", type=int, default=16384, help="per direction and burst")
-    parser.add_argument("--directions", choices=("both", "load", "save"), default="both")
+    parser.add_argument("--fragment-bytes", type=int, nargs="+", default=[4096])
+    parser.add_argument("--burst-kib", type=int, default=65536, help="per direction and burst")
+    parser.add_argument("--directions", choices=("both", "load", "save"), nargs="+", default=["both"])
     parser.add_argument("--modes", nargs="*", help="only modes whose name contains one of these")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=512)
@@ -319,12 +327,18 @@ def main() -> None:
         parser.error(f"--modes {args.modes} names none of: {', '.join(m.name for m in MODES)}")
     server = Server(args.model, max(args.contexts) + args.steps + 16, max(args.batches))
     server.decode(1, 64, args.warm_up + 8, 0)
-    document: dict[str, Any] = {"options": {k: str(v) for k, v in vars(args).items() if k != "json"}, "host": platform.platform(),
-                                "modes": [asdict(m) for m in modes], "cases": []}  # fmt: skip
-    for batch, context, rate in itertools.product(args.batches, args.contexts, args.rates):
-        sides = 2 if args.directions == "both" else 1
-        period = args.fragments * args.fragment_bytes * sides / (rate * 2**30)
-        stress = Stress(server.kv[0], args.fragments, args.fragment_bytes, period, args.directions)
+    document: dict[str, Any] = {
+        "options": {k: str(v) for k, v in vars(args).items() if k != "json"},
+        "host": platform.platform(),
+        "modes": [asdict(m) for m in modes],
+        "cases": [],
+    }
+    for batch, context, rate, size, directions in itertools.product(
+        args.batches, args.contexts, args.rates, args.fragment_bytes, args.directions
+    ):
+        fragments = (args.burst_kib << 10) // size
+        period = fragments * size * (2 if directions == "both" else 1) / (rate * 2**30)
+        stress = Stress(server.kv[0], fragments, size, period, directions)
         case = {"batch": batch, "context": context, "steps": args.steps, "warm_up": args.warm_up}
         none, runs = Mode(NONE, None), []
         server.decode(**case)
@@ -335,8 +349,9 @@ def main() -> None:
             runs += [measure(server, None if m is none else stress, m, case) for m in plan]
         stress.close()
         rows = summarise(runs)
-        show(f"batch {batch}, context {context}, {rate} GiB/s asked for, profile {stress.profile}", rows)
-        document["cases"].append({**case, "rate": rate, "period_s": period, "profile": stress.profile, "rows": rows})
+        show(f"{directions}, {size} B fragments, batch {batch}, context {context}, {rate} GiB/s asked for", rows)
+        moved = {"directions": directions, "fragment_bytes": size, "fragments": fragments, "rate": rate}
+        document["cases"].append({**case, **moved, "period_s": period, "profile": stress.profile, "rows": rows})
         if args.json:
             args.json.write_text(json.dumps(document, indent=1))
 

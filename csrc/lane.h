@@ -49,10 +49,11 @@ class Lane {
   void admit();
   void wait_for_events(uint64_t step);
   bool start(Job* job);
-  bool submit_next(double now);
+  size_t submit_next(double now);  // ranges submitted
   Slot* free_slot(const Job& job);
   bool within_bound(const Job& job, uint64_t bytes) const;
   void pack(Job* job, Slot* slot);
+  uint64_t chunk_limit(const TransferDecision& d) const;
   void begin_slots(Job* job);
   void land_slots(Job* job);
   void collect_ended(double now, std::vector<Job*>* ended);

@@ -9,6 +9,7 @@ class Segment:
     Ranges of different `allocation` ids never merge. Segments are given in slot order: segment i lies behind
     segments 0..i-1 in the slot.
     """
+
     base: int
     block_stride: int
     bytes: int
@@ -81,13 +82,20 @@ class SlotTable:
 
 class Policy:
     """backend: auto|memcpy|kernel|chunked|staged; 0 = unset: the device profile decides."""
+
     backend: str
     max_grid_blocks: int
     chunk_descriptors: int
     chunk_bytes: int
     inflight_chunks: int
-    def __init__(self, backend: str = "auto", max_grid_blocks: int = 0, chunk_descriptors: int = 0,
-                 chunk_bytes: int = 0, inflight_chunks: int = 0) -> None: ...
+    def __init__(
+        self,
+        backend: str = "auto",
+        max_grid_blocks: int = 0,
+        chunk_descriptors: int = 0,
+        chunk_bytes: int = 0,
+        inflight_chunks: int = 0,
+    ) -> None: ...
 
 class TransferShape:
     direction: str
@@ -96,8 +104,15 @@ class TransferShape:
     avg_range_bytes: int
     min_range_bytes: int
     alignment: int
-    def __init__(self, direction: str, ranges: int, total_bytes: int, avg_range_bytes: int = 0,
-                 min_range_bytes: int = 0, alignment: int = 16) -> None: ...
+    def __init__(
+        self,
+        direction: str,
+        ranges: int,
+        total_bytes: int,
+        avg_range_bytes: int = 0,
+        min_range_bytes: int = 0,
+        alignment: int = 16,
+    ) -> None: ...
 
 class TransferDecision:
     backend: str
@@ -114,9 +129,13 @@ class DeviceProfile:
     def name(self) -> str: ...
 
 def decide(shape: TransferShape, profile: DeviceProfile, objective: str, policy: Policy) -> TransferDecision: ...
-
-def plan(layouts: Sequence[GroupLayout], pool: HostPool, group_classes: Sequence[int], moves: Buffer,
-         max_range_bytes: int = 0) -> list[tuple[int, int, int]]:
+def plan(
+    layouts: Sequence[GroupLayout],
+    pool: HostPool,
+    group_classes: Sequence[int],
+    moves: Buffer,
+    max_range_bytes: int = 0,
+) -> list[tuple[int, int, int]]:
     """The merged (device address, host address, bytes) ranges of `moves`, in host order; for tools and tests."""
 
 class Device:
@@ -134,7 +153,9 @@ class SimDevice(Device):
     Pairs are (load, save). `touching`: (device, host, bytes) that copies may still read or write. `violations`: what
     the engine did against the device's contract, in words.
     """
-    def __init__(self, seed: int, max_delay_steps: int = 8, fail_rate: float = 0.0, break_rate: float = 0.0) -> None: ...
+    def __init__(
+        self, seed: int, max_delay_steps: int = 8, fail_rate: float = 0.0, break_rate: float = 0.0
+    ) -> None: ...
     @property
     def chunks(self) -> int: ...
     @property
@@ -151,22 +172,70 @@ class SimDevice(Device):
     def violations(self) -> list[str]: ...
     def touching(self) -> list[tuple[int, int, int]]: ...
 
+class FakeDriver:
+    """Stands in for the CUDA driver in tests: real memory, work that runs late and in any order, any call failing."""
+
+    def __init__(self, seed: int, eagerness: int = 3) -> None: ...
+    def fail(self, nth: int, result: int) -> None: ...
+    def fail_from(self, nth: int, result: int) -> None: ...
+    def settle(self) -> None: ...
+    def allocate(self, nbytes: int) -> int: ...
+    def view(self, address: int, nbytes: int) -> Any: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def last_failed(self) -> str: ...
+    @property
+    def live(self) -> int: ...
+    @property
+    def violations(self) -> list[str]: ...
+
 class CudaDevice(Device):
-    """`cubin`: compiled csrc/copy_kernels.cu. Uses the primary context of `ordinal`."""
-    def __init__(self, ordinal: int, cubin: bytes) -> None: ...
+    """`cubin`: compiled csrc/copy_kernels.cu. Uses the primary context of `ordinal`. Raises RuntimeError.
+
+    stage_bytes: GPU memory of one staged chunk, per direction and chunk in flight. copies_per_slice: copies that a
+    memcpy submits at once before it pauses slice_pause_us. driver: a FakeDriver, in tests.
+    """
+
+    def __init__(
+        self,
+        ordinal: int,
+        cubin: bytes,
+        *,
+        stage_bytes: int = ...,
+        inflight_chunks: int = ...,
+        copies_per_slice: int = ...,
+        slice_pause_us: int = ...,
+        batch_copies: bool = ...,
+        driver: FakeDriver | None = None,
+    ) -> None: ...
+    def register_host(self, address: int, nbytes: int) -> None:
+        """Pins host memory and maps it for the GPU. Raises RuntimeError with what to change."""
+    def unregister_host(self, address: int) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def limits(self) -> dict[str, int]: ...
+    @property
+    def last_error(self) -> str: ...
+    def healthy(self, direction: str) -> bool: ...
+    def stats(self, direction: str) -> dict[str, Any]:
+        """What the device has seen of a direction: chunks by backend, launches, grids, copies, outstanding bytes."""
+    def copy(self, direction: str, backend: str, ranges: Any, grid: int = 8, inflight_slot: int = 0) -> None:
+        """Moves uint64 rows (device address, host address, bytes) as one chunk and waits; for tests and tools."""
 
 class JobResult:
     job_id: int
-    direction: str          # "load" | "save"
-    status: str             # "done" | "failed" | "cancelled" | "timeout"
+    direction: str  # "load" | "save"
+    status: str  # "done" | "failed" | "cancelled" | "timeout"
     error: str
     bytes: int
     ranges: int
     chunks: int
     backend: str
     reason: str
-    queue_s: float          # submit -> first chunk submitted
-    transfer_s: float       # first chunk submitted -> last byte landed
+    queue_s: float  # submit -> first chunk submitted
+    transfer_s: float  # first chunk submitted -> last byte landed
     peak_outstanding_bytes: int
 
 class TransferEngine:
@@ -175,16 +244,35 @@ class TransferEngine:
     With threaded=False a test drives it by step(); otherwise a native thread does, which never takes the GIL.
     With manual_clock (stepped only) time passes by step(advance_s) alone.
     """
-    def __init__(self, device: Device, pool: HostPool, layouts: Sequence[GroupLayout], group_classes: Sequence[int],
-                 profile: DeviceProfile, objective: str = "balanced", load_policy: Policy | None = None,
-                 save_policy: Policy | None = None, threaded: bool = True, queue_limit: int = 4096,
-                 manual_clock: bool = False) -> None: ...
+    def __init__(
+        self,
+        device: Device,
+        pool: HostPool,
+        layouts: Sequence[GroupLayout],
+        group_classes: Sequence[int],
+        profile: DeviceProfile,
+        objective: str = "balanced",
+        load_policy: Policy | None = None,
+        save_policy: Policy | None = None,
+        threaded: bool = True,
+        queue_limit: int = 4096,
+        manual_clock: bool = False,
+    ) -> None: ...
     def record_event(self, stream: int = 0) -> int:
         """An event on the compute stream, to be given to submit() of any number of jobs, then release_event()."""
     def release_event(self, event: int) -> None:
         """Drops the caller's share; the engine frees it when no job waits for it any more."""
-    def submit(self, job_id: int, direction: str, moves: Buffer, keys: Buffer = b"", event: int = 0,
-               policy: Policy | None = None, objective: str = "", timeout_s: float = 30.0) -> bool:
+    def submit(
+        self,
+        job_id: int,
+        direction: str,
+        moves: Buffer,
+        keys: Buffer = b"",
+        event: int = 0,
+        policy: Policy | None = None,
+        objective: str = "",
+        timeout_s: float = 30.0,
+    ) -> bool:
         """Hands over a job: `moves` is C-contiguous uint32 [n, 3] of (group, block, slot) rows (array or its bytes);
         `keys` n x key_bytes (<= 32) joined. A save stores them in the slot table; a load that gives them fails
         unless every slot holds its key, before and after. False: queue full, nothing was taken.
@@ -233,7 +321,7 @@ class SlotIndex:
     def honour_leases(self, slot_class: int, pool: HostPool) -> None:
         """Eviction passes over slots with a lease in this pool's table (any rank's: leases are alike)."""
     def reset(self) -> bool:
-        """Forgets every ready, unpinned key; False if something is pinned or reserved (those are forgotten when released)."""
+        """Forgets every ready, unpinned key. False if something is pinned or reserved: that goes when released."""
     @property
     def version(self) -> int:
         """Changes whenever a match might give another answer."""
@@ -243,4 +331,7 @@ class SlotIndex:
         """{"free", "reserved", "ready", "pinned", "total"}; pinned counts slots, within ready."""
 
 def cuda_available() -> str:
-    """"" if the CUDA driver can be loaded and has a device, else why not."""
+    """ "" if the CUDA driver can be loaded and has a device, else why not."""
+
+def cuda_architecture(ordinal: int) -> int:
+    """Compute capability as one number: 90 is 9.0. Raises RuntimeError."""

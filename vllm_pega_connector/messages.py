@@ -20,7 +20,8 @@ class TransferJob:
     """One job of one direction: every rank runs it over its own KV and reports it exactly once.
 
     moves: uint32 [n, 3] rows of (group, block, slot), as bytes. keys: n joined block hashes: what a save stores the
-    slots under, and what a load must find there. request_id: whose load it is; "" for saves. policy: a request's own policy, None = the instance's.
+    slots under, and what a load must find there. request_id: whose load it is; "" for saves. policy: a request's own
+    policy, None = the instance's.
     """
 
     job_id: int

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// The transfer engine's device on an NVIDIA GPU. Four ways to move a chunk:
+//   memcpy          one copy-engine command per range, submitted in small slices
+//   kernel/chunked  one launch of a copy kernel that reads or writes the host pool directly
+//   (csrc/copy_kernels.cu) staged          a kernel gathers into (or scatters from) a small buffer on the
+//   GPU, the copy engine moves that as
+//                   one run per run of host memory
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda_driver.h"
+#include "cuda_host_memory.h"
+#include "cuda_pieces.h"
+#include "device.h"
+
+namespace pega {
+
+struct CudaOptions {
+  uint64_t stage_bytes = 8 << 20;  // GPU memory of one staged chunk; times 2 directions times inflight_chunks
+  uint32_t inflight_chunks = 4;    // per direction
+  // Copy-engine commands given to the driver without a pause, and the pause. Each holds the driver's lock,
+  // for which the process' own launches wait: benchmarks/launch_delay.py.
+  uint32_t copies_per_slice = 32;
+  uint32_t slice_pause_us = 20;
+  bool batch_copies = true;  // a slice is one cuMemcpyBatchAsync where there is one
+};
+
+// What the device saw, for tests and tools. Per direction unless said.
+struct CudaStats {
+  uint64_t launches = 0;
+  uint32_t max_grid = 0;
+  uint64_t copies = 0;
+  uint32_t max_copies_per_slice = 0;
+  uint64_t outstanding_bytes = 0;
+  uint64_t peak_outstanding_bytes = 0;
+  uint64_t submit_ns = 0;  // time spent in submit() and in later slices of copies
+  uint64_t unstaged_chunks =
+      0;  // staged chunks that went by kernel instead: too big or too scattered to stage
+  std::array<uint64_t, kBackends> chunks{};
+};
+
+class CudaDevice : public Device {
+ public:
+  // `cubin`: csrc/copy_kernels.cu compiled for this GPU. Throws std::runtime_error naming the call that
+  // failed.
+  CudaDevice(std::shared_ptr<const CudaDriver> driver, int ordinal, const std::string& cubin,
+             const CudaOptions& options = {});
+  ~CudaDevice() override;  // waits for the streams
+  CudaDevice(const CudaDevice&) = delete;
+  CudaDevice& operator=(const CudaDevice&) = delete;
+
+  // Page-locks host memory; chunks may touch no other. Before the engine starts, and undone after it has
+  // stopped. Throws as CudaHostMemory::add and remove.
+  void register_host(uint64_t address, uint64_t bytes);
+  void unregister_host(uint64_t address);
+
+  const char* name() const override { return name_.c_str(); }
+  DeviceLimits limits() const override;
+  EventId record_event(uint64_t stream) override;
+  Progress query_event(EventId event) override;
+  void release_event(EventId event) override;
+  Ticket submit(const Chunk& chunk) override;
+  Progress poll(Ticket ticket) override;
+  std::string last_error() const override;
+  bool healthy(Direction) const override { return !dead_ && !disabled_; }
+  void relax(std::chrono::microseconds) override {}
+
+  CudaStats stats(Direction direction) const { return stats_[static_cast<int>(direction)]; }
+
+ private:
+  enum class Phase : uint8_t {
+    kIdle,
+    kRefused,   // never started
+    kCopying,   // copy-engine commands are still to be submitted
+    kRunning,   // all is submitted, last_event tells
+    kDraining,  // failed; what was submitted may still run
+  };
+
+  // One chunk in flight. Its copies go to the lane's `dma` stream, its launch to `kernel`.
+  struct Operation {
+    Phase phase = Phase::kIdle;
+    Ticket ticket = 0;
+    Chunk chunk{};
+    bool staged = false;
+    PieceList list;
+    uint64_t stage = 0;          // its buffer on the GPU
+    Piece* pieces = nullptr;     // its piece list as the host sees it ...
+    uint64_t pieces_device = 0;  // ... and as kernels do
+    // How far the copies got: the next range, the bytes of it that are done, the staged bytes before it.
+    size_t range = 0;
+    uint64_t range_done = 0;
+    uint64_t stage_end = 0;
+    uint32_t slices = 0;
+    std::chrono::steady_clock::time_point resume{};  // no slice before this
+    std::array<CuEvent, 2> slice_event{};            // behind every second slice, on `dma`
+    CuEvent kernel_event = nullptr;                  // behind the launch, on `kernel`
+    CuEvent last_event = nullptr;                    // behind everything
+    bool drain_recorded = false;
+    uint32_t failed_polls = 0;
+  };
+
+  struct Lane {
+    CuStream dma = nullptr;
+    CuStream kernel = nullptr;
+    CuFunction function = nullptr;
+    std::vector<Operation> operations;  // by inflight slot
+  };
+
+  void create(const std::string& cubin);
+  void destroy();
+  void require(const char* call, CuResult result) const;  // throws
+  bool succeeded(const char* call, CuResult result);      // notes the error; a sticky one ends the device
+  void note_error(const std::string& why);
+  bool enter();
+  std::vector<CuStream> streams() const;  // all that were created
+
+  bool start(Operation& op);
+  bool advance(Operation& op);
+  bool submit_slice(Operation& op);
+  bool copy_slice(Operation& op);
+  bool next_copy(Operation& op, uint64_t* host, uint64_t* device, uint64_t* bytes);
+  bool stageable(const Chunk& chunk, const PieceList& list) const;
+  bool launch(Operation& op);
+  bool drained(Operation& op);
+  void give_up(Operation& op);
+  Progress retire(Operation& op, Progress progress);
+
+  Lane& lane(const Operation& op) { return lanes_[static_cast<int>(op.chunk.direction)]; }
+  CudaStats& stats(const Operation& op) { return stats_[static_cast<int>(op.chunk.direction)]; }
+
+  std::shared_ptr<const CudaDriver> driver_;
+  const CudaDriver& cu_;
+  CudaOptions options_;
+  std::string name_ = "cuda";
+  CuDevice device_ = 0;
+  CuContext context_ = nullptr;
+  CuModule module_ = nullptr;
+  CudaHostMemory host_;
+  std::array<Lane, kDirections> lanes_;
+  std::array<CudaStats, kDirections> stats_;
+  std::vector<CuAddress> to_, from_;  // one slice of copies
+  std::vector<size_t> bytes_;
+  uint32_t max_grid_ = 1;
+  uint64_t tickets_ = 0;
+
+  // Events of the compute stream: recorded by its owner, queried and released by the engine thread.
+  std::mutex events_mutex_;
+  std::vector<CuEvent> events_;
+  std::vector<uint32_t> free_events_;
+
+  std::atomic<bool> disabled_{false};  // takes no more work
+  std::atomic<bool> dead_{false};      // and nothing of it runs any more: the context has ended
+  mutable std::mutex error_mutex_;
+  std::string error_;
+};
+
+}  // namespace pega

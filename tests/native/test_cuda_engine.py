@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transfer engine on CudaDevice over a fake driver: any driver call of a whole save and a whole load may fail."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.cuda_engine import Blocks
+from vllm_pega_connector import _native
+
+TRANSIENT, STICKY = 2, 700
+SEGMENTS, COUNT, SIZE = 3, 12, 24576
+SAVED = [(block, block) for block in range(6)]
+LOADED = [(6 + slot, slot) for slot in range(6)]
+
+
+def policy(backend: str) -> _native.Policy:
+    return _native.Policy(backend, 2, 20, 160_000, 2)
+
+
+def machine(seed: int) -> tuple[_native.FakeDriver, Blocks]:
+    fake = _native.FakeDriver(seed, eagerness=6)
+    nbytes = Blocks.bytes_for(SEGMENTS, COUNT, SIZE)
+    base = fake.allocate(nbytes)
+    view = fake.view(base, nbytes)
+    view[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    device = _native.CudaDevice(0, b"cubin", driver=fake, stage_bytes=1 << 20, copies_per_slice=4, slice_pause_us=0)
+    return fake, Blocks(device, base, view.copy, lambda data: np.copyto(view, data), SEGMENTS, COUNT, SIZE)
+
+
+@pytest.mark.parametrize("backend", ["memcpy", "kernel", "chunked", "staged"])
+def test_blocks_come_back(backend):
+    fake, blocks = machine(1)
+    before = blocks.read()
+    save = blocks.run("save", SAVED, policy(backend))
+    assert (save.status, save.bytes, save.backend) == (
+        "done",
+        len(SAVED) * SEGMENTS * SIZE,
+        backend,
+    ) and save.chunks > 2
+    for block, slot in SAVED:
+        np.testing.assert_array_equal(blocks.slot(slot), blocks.block(before, block))
+        generation, key, length = blocks.pool.slot_state(0, slot)
+        assert (generation % 2, key, length) == (0, slot.to_bytes(8, "little"), SEGMENTS * SIZE)
+    load = blocks.run("load", LOADED, policy(backend))
+    assert load.status == "done"
+    after = blocks.read()
+    for block, slot in LOADED:
+        np.testing.assert_array_equal(blocks.block(after, block), blocks.block(before, slot))
+        np.testing.assert_array_equal(blocks.block(after, slot), blocks.block(before, slot))
+    for direction, result in (("save", save), ("load", load)):
+        seen = blocks.device.stats(direction)
+        assert seen["chunks"][backend] == result.chunks and seen["max_grid"] <= 2
+        assert seen["peak_outstanding_bytes"] == result.peak_outstanding_bytes <= 320_000
+        assert seen["outstanding_bytes"] == 0
+    assert blocks.close() and fake.violations == []
+
+
+@pytest.mark.parametrize("result", [TRANSIENT, STICKY])
+@pytest.mark.parametrize("backend", ["memcpy", "kernel", "staged"])
+def test_any_call_may_fail(backend, result):
+    ended = {"done": 0, "failed": 0}
+    nth = 0
+    while True:
+        nth += 1
+        fake, blocks = machine(nth)
+        before = blocks.read()
+        fake.fail(nth, result)
+        try:
+            event = blocks.engine.record_event(0)
+        except RuntimeError as error:
+            assert "CUDA" in str(error) or "FAKE" in str(error)
+            event = 0
+        save = blocks.run("save", SAVED, policy(backend), event)
+        if event:
+            blocks.engine.release_event(event)
+        for block, slot in SAVED:
+            generation, key, _ = blocks.pool.slot_state(0, slot)
+            assert generation % 2 == 0
+            if key:  # published: it must be the block's bytes
+                np.testing.assert_array_equal(blocks.slot(slot), blocks.block(before, block))
+        assert (blocks.pool.slot_state(0, 0)[1] != b"") == (save.status == "done")
+        load = None
+        if save.status == "done":
+            load = blocks.run("load", LOADED, policy(backend))
+            if load.status == "done":
+                for block, slot in LOADED:
+                    np.testing.assert_array_equal(blocks.block(blocks.read(), block), blocks.block(before, slot))
+        for job in filter(None, (save, load)):
+            ended[job.status] += 1
+            assert job.status == "done" or fake.last_failed != ""
+        still, slots = blocks.read(), [blocks.slot(slot).copy() for _, slot in SAVED]
+        fake.settle()  # what is late must touch nothing
+        np.testing.assert_array_equal(blocks.read(), still)
+        for (_, slot), bytes_then in zip(SAVED, slots, strict=True):
+            np.testing.assert_array_equal(blocks.slot(slot), bytes_then)
+        np.testing.assert_array_equal(
+            still.reshape(blocks.shape)[:, : len(SAVED)], before.reshape(blocks.shape)[:, : len(SAVED)]
+        )
+        reached = fake.last_failed != ""
+        if reached and result == TRANSIENT:  # and the device still works
+            assert blocks.run("save", SAVED, policy(backend)).status == "done"
+        assert blocks.device.healthy("load") == blocks.device.healthy("save") == (not reached or result == TRANSIENT)
+        assert blocks.close() and fake.violations == []
+        del blocks
+        assert fake.live == 0
+        if not reached:
+            break
+    assert nth > 20 and ended["done"] > 10 and ended["failed"] > 10, (nth, ended)
