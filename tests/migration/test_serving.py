@@ -174,7 +174,9 @@ def test_our_agent_is_killed(source: VllmInstance, target: Engine) -> None:
     run = target.requests[request]
     assert run.tokens == references([run.ask])[run.ask.key]
     target.forget_all()
-    # The next agent takes over.
+    # Nobody waits for the next agent, which then takes over.
+    while not migration._client.ready:
+        migration.poll()
     assert migrated(target, address, prompt(7, 500)) == 500 // BLOCK * BLOCK
 
 

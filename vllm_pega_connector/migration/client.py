@@ -62,6 +62,7 @@ class AgentClient:
         self._now: _Running | None = None
         self._closed = threading.Event()
         self._last_said = ""
+        self._over = False  # the first agent has been ready, or failed
         self.port = 0  # once known, kept over restarts
         self.ready = False
         self.starts = 0
@@ -72,6 +73,11 @@ class AgentClient:
     @property
     def pid(self) -> int | None:
         return self._now.process.pid if self._now is not None else None
+
+    @property
+    def starting(self) -> bool:
+        """The first agent is not there yet, and nothing is known against it. For a later one nobody waits."""
+        return not self.ready and self.starts <= 1 and not self._over
 
     # --- the thread ---
 
@@ -156,10 +162,10 @@ class AgentClient:
             if isinstance(message, Ended):
                 events.append(message)
             elif isinstance(message, Ready):
-                self.ready, self.port, self.failure = not over, message.port, ""
+                self.ready, self.port, self.failure, self._over = not over, message.port, "", True
                 logger.info("PegaConnector: the migration agent listens on port %d", message.port)
             elif isinstance(message, Failed):
-                self.failure = message.reason
+                self.failure, self._over = message.reason, True
                 if self.failure != self._last_said:
                     self._last_said = self.failure
                     logger.warning("PegaConnector: no migration: %s", self.failure)

@@ -100,7 +100,7 @@ class Migration:
         """
         now = self._clock()
         if ask.pulls is None:
-            if not self._client.ready and not self._client.failure and now < ask.start_by:
+            if self._client.starting and now < ask.start_by:
                 return True  # the agent is just starting
             ask.pulls = self._post(sources, hashes()) if self._client.ready else []
         waits = any(p.id in self._pulls and now < p.deadline for p in ask.pulls)
