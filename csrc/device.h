@@ -34,7 +34,7 @@ struct DeviceLimits {
   uint32_t max_inflight_chunks;  // per lane
   uint32_t max_chunk_descriptors;
   uint32_t max_grid_blocks;
-  uint64_t max_staged_bytes = 0;   // of a staged chunk, where that is less than max_chunk_bytes; 0: it is not
+  uint64_t max_staged_bytes = 0;  // of a staged chunk, where that is less than max_chunk_bytes; 0: it is not
 };
 
 class Device {

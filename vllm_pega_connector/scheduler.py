@@ -100,7 +100,7 @@ class PegaScheduler:
         self._max_held = _max_held_blocks(config, kv_cache_config.num_blocks)
         self._index: Any = None  # made when the workers' pools are known
         self._pool: Any = None  # vLLM's block pool
-        self._ranks: frozenset[Rank] = frozenset()
+        self._handshakes: dict[Rank, PegaHandshake] = {}
         self._requests: dict[str, RequestState] = {}
         self._jobs: dict[int, Job] = {}
         self._next_job = 1
@@ -122,13 +122,24 @@ class PegaScheduler:
     # --- start ---
 
     def set_workers(self, handshakes: dict[Rank, PegaHandshake]) -> None:
-        """Makes the index over the slots that every rank has."""
+        """Makes the index over the slots that every rank has. Told again (after sleep), it keeps what it knows."""
         from vllm_pega_connector._native import SlotIndex
 
+        if not all(isinstance(h, PegaHandshake) for h in handshakes.values()):
+            # MultiConnector hands every child the metadata of the first that has any.
+            logger.warning(
+                "PegaConnector is off: it was given another connector's handshake; make it the first of "
+                "MultiConnector's connectors"
+            )
+            return
+        if handshakes == self._handshakes:
+            return
+        self._handshakes = dict(handshakes)
         first = next(iter(handshakes.values()))
         slots = [min(h.slots[c] for h in handshakes.values()) for c in range(len(first.slots))]
-        self._ranks = frozenset(handshakes)
         self._index = SlotIndex(slots, first.group_classes, self._key_bytes)
+        if self._migration is not None:
+            self._migration.close()
         if self._config.migration is not None:
             self._migration = self._start_migration(self._config.migration, handshakes, slots)
 
@@ -390,7 +401,7 @@ class PegaScheduler:
         return TransferJob(job.job_id, "save", moves, b"".join(batch.keys), policy=batch.policy)
 
     def _new_job(self, direction: str, slots: bytes) -> Job:
-        job = Job(self._next_job, direction, slots, set(self._ranks))
+        job = Job(self._next_job, direction, slots, set(self._handshakes))
         self._next_job += 1
         self._jobs[job.job_id] = job
         return job

@@ -76,7 +76,8 @@ class Setup:
 
 @functools.cache
 def _base_config() -> VllmConfig:
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    for chatty in ("vllm.v1", "vllm.config", "vllm.distributed"):
+        logging.getLogger(chatty).setLevel(logging.CRITICAL)
     init_none_hash(sha256)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -209,6 +210,8 @@ class FakeEngine:
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, r): PegaHandshake((slots,), (4096,), (0,)) for r, slots in enumerate(setup.host_slots)}
         )
+        self._offers: dict[str, tuple[int, int]] = {}  # the other connector's answers: first block, blocks
+        self._rival_loads: dict[str, tuple[int, int, list[int]]] = {}  # and loads: step, first block, GPU blocks
         if setup.rival:
             self._add_rival()
         self._aggregator = KVOutputAggregator(len(self.ranks))
@@ -249,15 +252,46 @@ class FakeEngine:
         self.pool.get_new_blocks = hooked  # type: ignore[method-assign]
 
     def _add_rival(self) -> None:
-        ask = self.connector.get_num_new_matched_tokens
+        """Answers in our stead now and then, as the first connector with a hit does in a MultiConnector, and loads."""
+        ask, take = self.connector.get_num_new_matched_tokens, self.connector.update_state_after_alloc
+        size = self.setup.block_size
 
         def asked(request: Request, computed: int) -> tuple[int | None, bool]:
             answer = ask(request, computed)
-            lost = self.rng.random() < self.setup.rival
-            self.seen["answers thrown away"] += bool(lost and answer[0])
-            return (0, False) if lost else answer
+            self._offers.pop(request.request_id, None)
+            if self.rng.random() >= self.setup.rival:
+                return answer
+            self.seen["answers thrown away"] += bool(answer[0])
+            blocks = self.rng.randint(0, max(0, len(request.block_hashes) - computed // size))
+            self._offers[request.request_id] = (computed // size, blocks)
+            return blocks * size, blocks > 0
+
+        def taken(request: Request, blocks: Any, tokens: int) -> None:
+            offer = self._offers.pop(request.request_id, None)
+            take(request, blocks, 0 if offer else tokens)
+            if offer and tokens:
+                start, n = offer
+                table = blocks.get_block_ids()[0][start : start + n]
+                self._rival_loads[request.request_id] = (self.steps + 1, start, table)
 
         self.connector.get_num_new_matched_tokens = asked  # type: ignore[method-assign]
+        self.connector.update_state_after_alloc = taken  # type: ignore[method-assign]
+
+    def _run_rival(self, step: int) -> set[str]:
+        """The requests whose KV the other connector has brought by now."""
+        done = {
+            name
+            for name, (handed_over, _, _) in self._rival_loads.items()
+            if handed_over <= step and self.rng.random() >= self.faults.stall
+        }
+        size = self.setup.block_size
+        for name in done:
+            _, start, table = self._rival_loads.pop(name)
+            kv = np.array(self.sequences[name].kv(start * size, (start + len(table)) * size)).reshape(-1, size)
+            for rank in self.ranks:
+                rank.transfers.memory.gpu[table] = kv + rank.transfers.memory.mark
+            self.seen["loads of another connector"] += 1
+        return done
 
     # --- clients ---
 
@@ -364,6 +398,14 @@ class FakeEngine:
             if self.steps > end:
                 raise AssertionError(f"stuck after {max_steps} steps: {self.describe()}")
 
+    def in_transfer(self) -> bool:
+        """Whether blocks are in use by what vLLM cannot preempt: steps in flight, and transfers of any kind."""
+        counts = self.pega.counts()
+        return bool(
+            self.queue or self.scheduler.deferred_frees or self.scheduler.kv_holding_waiting or self._rival_loads
+            or counts["held_blocks"] or counts["jobs"]
+        )  # fmt: skip
+
     def describe(self) -> str:
         states = {name: str(r.status) for name, r in self.requests.items() if not r.is_finished()}
         pending = [sorted(rank.transfers.jobs) for rank in self.ranks]
@@ -407,7 +449,12 @@ class FakeEngine:
             result.kv_connector_output = rank.collect(output.finished_req_ids, self.rng)
             results.append(result)
         result = self._aggregator.aggregate(results)
-        assert result is not None
+        assert result is not None and result.kv_connector_output is not None
+        brought = self._run_rival(step.number)
+        if brought:
+            result.kv_connector_output.finished_recving = brought | (
+                result.kv_connector_output.finished_recving or set()
+            )
         return result
 
     def _update_states(self, output: SchedulerOutput) -> None:

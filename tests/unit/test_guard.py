@@ -13,8 +13,10 @@ from vllm_pega_connector.guard import RateLimitedLog, guarded
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts and periods of their own: other tests assert that the process has had no fault."""
+    """Counts, periods and a logger of their own: other tests assert that the process has had no fault, and where vLLM
+    is imported, it keeps its loggers' lines to itself."""
     monkeypatch.setattr(guard, "faults", 0)
+    monkeypatch.setattr(guard, "logger", logging.getLogger("guard-under-test"))
     monkeypatch.setattr(guard, "log_limited", RateLimitedLog())
 
 

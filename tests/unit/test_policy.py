@@ -147,11 +147,11 @@ def test_one_small_range_is_copied_plainly(name, objective, direction):
 
 
 def test_h200_directions_differ():
-    # Saves by copy engine delay the decode step's token read-back; loads do not.
-    assert decide("h200", 16384, 4 * KIB, "balanced", "load").backend == "staged"
+    # Saves share their queue with the decode step's token read-back, so small stages are worth half the speed there.
+    load = decide("h200", 16384, 4 * KIB, "balanced", "load")
     save = decide("h200", 16384, 4 * KIB, "balanced", "save")
-    assert save.backend == "chunked"
-    assert save.max_grid_blocks <= 16
+    assert (load.backend, save.backend) == ("staged", "staged")
+    assert save.chunk_bytes < load.chunk_bytes and save.max_grid_blocks < load.max_grid_blocks
 
 
 def test_host_uses_workers_for_large_transfers_only():
@@ -215,7 +215,7 @@ def test_misaligned_ranges_keep_off_the_kernels():
 
 def test_reasons_are_one_short_line():
     reason = decide("h200", 16384, 4 * KIB).reason
-    assert reason == ("16384 ranges of 4 KiB: staged, 1.3 ms, decode p99 +0 %; memcpy would need 43 ms of submission")
+    assert reason == ("16384 ranges of 4 KiB: staged, 1.3 ms, decode p99 +6 %; memcpy would need 43 ms of submission")
     shape = native.TransferShape("load", 10, 50 * KIB, 5 * KIB, 1 * KIB)
     assert native.decide(shape, PROFILES["h200"], "strict", native.Policy()).reason.startswith(
         "10 ranges of about 5 KiB"

@@ -13,9 +13,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.support.fake_engine import FakeEngine, Setup, make_kv_cache_config, make_vllm_config
 from tests.support.fake_transfers import VOCAB, Faults
-from vllm_pega_connector import PegaConnector
+from vllm_pega_connector import PegaConnector, guard
 from vllm_pega_connector.config import PegaConfig, PolicyConfig
-from vllm_pega_connector.messages import PegaMetadata, PegaWorkerMetadata
+from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata
 from vllm_pega_connector.scheduler import _max_held_blocks
 
 BLOCK = Setup.block_size
@@ -504,6 +504,29 @@ def test_without_prefix_caching_the_connector_is_off() -> None:
     assert connector.build_connector_meta(SchedulerOutput.make_empty()) == PegaMetadata()
     assert connector.request_finished_all_groups(request, ([3, 4],)) == (False, None)
     assert connector.reset_cache() and not connector.has_pending_push_work()
+
+
+def test_told_of_the_workers_again_the_pool_is_still_known() -> None:
+    engine = warm_engine(tokens(40))
+    engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): PegaHandshake((64,), (4096,), (0,))})
+    assert engine.pega.counts()["ready"] == 2
+    engine.add(tokens(40), 1)
+    engine.run()
+    assert engine.seen["load done"] == 1
+    engine.check_idle()
+
+
+def test_another_connector_s_handshake_turns_us_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(guard.logger, "warning", warnings.append)
+    setup = Setup()
+    connector = PegaConnector(make_vllm_config(setup), KVConnectorRole.SCHEDULER, make_kv_cache_config(setup))
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
+    assert "make it the first of MultiConnector's connectors" in warnings[-1]
+    request = FakeEngine(setup).add(tokens(40), 1)
+    connector.on_new_request(request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert connector.build_connector_meta(SchedulerOutput.make_empty()) == PegaMetadata()
 
 
 def test_statistics_are_told_once() -> None:
