@@ -7,7 +7,7 @@ A fault in here would end the API server's output loop, so `observe` never raise
 from __future__ import annotations
 
 from collections import Counter as Counts
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -28,6 +28,8 @@ class PegaStats(KVConnectorStats):
     drops, failures: counts by reason. pool: slots by state, now. evictions: slots evicted.
     migrations: [result, reason, count] of pulls that ended; migration_seconds: [phase, seconds]; migration_bytes.
     """
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def empty(cls) -> PegaStats:
