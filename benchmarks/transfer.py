@@ -55,7 +55,7 @@ class Row:
     chunk_bytes: int
     inflight: int
     gib_per_s: float
-    of_wire: float  # share of the contiguous pinned copy of the same direction, in this run
+    of_wire: float  # share of the contiguous pinned copy of as many bytes and the same directions, in this run
     spread: float  # (slowest - fastest) / median of the repetitions
     submit_us_per_range: float
 
@@ -63,7 +63,7 @@ class Row:
 MIB = 1 << 20
 # From little interference to most throughput; a profile's curve holds the shuffled ones.
 LADDER = (
-    Setting("memcpy", 1, 4 * MIB, 2),
+    *(Setting("memcpy", 1, chunk * MIB, 2) for chunk in (4, 16)),
     *(Setting("kernel", grid, 256 * MIB, 1) for grid in (1, 2, 4, 8, 16, 32)),
     *(Setting("chunked", grid, chunk * MIB, 2) for grid in (4, 8, 16) for chunk in (1, 4)),
     *(Setting("staged", grid, chunk * MIB, 2) for grid, chunk in ((4, 1), (4, 2), (8, 2), (16, 2), (8, 8))),
@@ -72,8 +72,8 @@ LADDER = (
 FEW = (Setting("memcpy", 1, 4 * MIB, 2), Setting("kernel", 8, 256 * MIB, 1), Setting("staged", 16, 8 * MIB, 3))
 
 
-def measure(rig: Rig, direction: str, pattern: str, setting: Setting, wire: float, repeat: int, name: str = "") -> Row:
-    """One cell. `wire`: GiB/s of the contiguous copy. Raises RuntimeError if a byte is wrong."""
+def measure(rig: Rig, direction: str, pattern: str, setting: Setting, repeat: int, name: str = "") -> Row:
+    """One cell, its `of_wire` still 0. Raises RuntimeError if a byte is wrong."""
     blocks = rig.moving if setting.backend != "memcpy" else min(rig.moving, max(1, MAX_COPIES // rig.segments))
     moves = {side: rig.moves(side, pattern, blocks) for side in sides(direction)}
     rig.poison(moves)
@@ -87,7 +87,7 @@ def measure(rig: Rig, direction: str, pattern: str, setting: Setting, wire: floa
     rate = total / GIB / median
     return Row(
         direction, pattern, rig.range_bytes, total, name or setting.backend, setting.grid, setting.chunk_bytes,
-        setting.inflight, rate, rate / wire, (max(seconds) - min(seconds)) / median, submitting / 1e3 / ranges,
+        setting.inflight, rate, 0.0, (max(seconds) - min(seconds)) / median, submitting / 1e3 / ranges,
     )  # fmt: skip
 
 
@@ -100,16 +100,14 @@ def sweep_size(rig: Rig, args: argparse.Namespace) -> tuple[dict[str, float], di
     for direction in DIRECTIONS:
         for name, run in baselines.per_range().items():
             rate = run(direction)
-            rows.append(
-                Row(direction, "shuffled", rig.range_bytes, 0, name, 0, 0, 0, rate, rate / wire[direction], 0, 0)
-            )
+            rows.append(Row(direction, "shuffled", rig.range_bytes, 0, name, 0, 0, 0, rate, 0.0, 0, 0))
         everything = Setting("memcpy", 1, 256 << 20, 1)
-        rows.append(measure(rig, direction, "shuffled", everything, wire[direction], args.repeat, "cuMemcpyAsync"))
+        rows.append(measure(rig, direction, "shuffled", everything, args.repeat, "cuMemcpyAsync"))
     rig.close()
     rig.open()
     for direction, pattern in itertools.product(DIRECTIONS, args.patterns):
         for setting in FEW if args.quick or pattern != "shuffled" else LADDER:
-            rows.append(measure(rig, direction, pattern, setting, wire[direction], args.repeat))
+            rows.append(measure(rig, direction, pattern, setting, args.repeat))
     latency = {
         b: rig.latency_us(Setting(b, 1, 4 << 20, 1).policy(), args.repeat) for b in ("memcpy", "kernel", "staged")
     }
@@ -123,18 +121,20 @@ def best(rows: list[Row], size: int) -> str:
     for direction in DIRECTIONS:
         mine = [r for r in rows if (r.range_bytes, r.direction, r.pattern) == (size, direction, "shuffled")]
         top = max(mine, key=lambda r: r.gib_per_s)
-        out.append(f"{direction} {top.of_wire:.3f} ({top.backend} {top.grid}x{top.chunk_bytes >> 10}K x{top.inflight})")
+        out.append(
+            f"{direction} {top.gib_per_s:.1f} GiB/s ({top.backend} {top.grid}x{top.chunk_bytes >> 10}K x{top.inflight})"
+        )
     return ", ".join(out)
 
 
-def profile_of(wires: list[dict[str, float]], latency: dict[str, float], rows: list[Row]) -> dict:
+def profile_of(wire: dict[str, float], latency: dict[str, float], rows: list[Row]) -> dict:
     """What a device profile holds of each direction (vllm_pega_connector/profiles/schema.json)."""
     out = {}
     for direction in ("load", "save"):
         ours = ("memcpy", "kernel", "chunked", "staged")
         mine = [r for r in rows if r.direction == direction and r.pattern == "shuffled" and r.backend in ours]
         out[direction] = {
-            "contiguous_gib_per_s": round(statistics.median(w[direction] for w in wires), 1),
+            "contiguous_gib_per_s": round(wire[direction], 1),
             "submit_us_per_range": {
                 b: round(statistics.median(r.submit_us_per_range for r in mine if r.backend == b), 3) for b in ours
             },
@@ -171,17 +171,24 @@ def main() -> None:
         latencies.append(latency)
         rows += more
         cp.get_default_memory_pool().free_all_blocks()
-        print(
-            f"{size:>8} B: wire {' / '.join(f'{wire[d]:.1f}' for d in DIRECTIONS)} GiB/s; {best(rows, size)}",
-            flush=True,
-        )
+        print(f"{size:>8} B: {best(rows, size)}", flush=True)
+    # The wire is the same for every range size, and one measurement of it may be disturbed.
+    wire = {d: statistics.median(w[d] for w in wires) for d in DIRECTIONS}
+    for row in rows:
+        row.of_wire = row.gib_per_s / wire[row.direction]
+    print(f"wire: {', '.join(f'{d} {wire[d]:.1f}' for d in DIRECTIONS)} GiB/s")
     if args.json:
-        name = cp.cuda.runtime.getDeviceProperties(args.ordinal)["name"].decode()
-        args.json.write_text(json.dumps({
-            "gpu": name, "driver": cp.cuda.runtime.driverGetVersion(), "date": str(date.today()),
-            "command": " ".join(["python", *sys.argv]), "repeat": args.repeat, "wire_gib_per_s": wires[-1],
-            "profile": profile_of(wires, latencies[0], rows), "rows": [asdict(r) for r in rows],
-        }, indent=1))  # fmt: skip
+        found = {
+            "gpu": cp.cuda.runtime.getDeviceProperties(args.ordinal)["name"].decode(),
+            "driver": cp.cuda.runtime.driverGetVersion(),
+            "date": str(date.today()),
+            "command": " ".join(["python", *(Path(word).name if "/" in word else word for word in sys.argv)]),
+            "repeat": args.repeat,
+            "wire_gib_per_s": wires,  # by range size; rows are compared with the median
+            "profile": profile_of(wire, latencies[0], rows),
+            "rows": [asdict(r) for r in rows],
+        }
+        args.json.write_text(json.dumps(found, indent=1))
     if sys.stdout.isatty() or args.plot:
         import report
 
