@@ -77,6 +77,14 @@ void bind_memory(nb::module_& m) {
             new (self) PoolHandle{std::make_shared<HostPool>(std::move(c), prefault)};
           },
           nb::arg("slot_classes"), nb::arg("prefault") = false)
+      .def_static(
+          "attach",
+          [](int data_fd, int table_fd, const std::vector<std::pair<uint64_t, uint64_t>>& classes) {
+            std::vector<SlotClass> c;
+            for (const auto& [slot_bytes, slots] : classes) c.push_back({slot_bytes, slots});
+            return PoolHandle{std::make_shared<HostPool>(data_fd, table_fd, std::move(c))};
+          },
+          nb::arg("data_fd"), nb::arg("table_fd"), nb::arg("slot_classes"))
       .def_prop_ro("data_fd", [](const PoolHandle& p) { return p.get()->data_fd(); })
       .def_prop_ro("table_fd", [](const PoolHandle& p) { return p.get()->table_fd(); })
       .def_prop_ro("address", [](const PoolHandle& p) { return reinterpret_cast<uint64_t>(p.get()->data()); })
@@ -142,6 +150,7 @@ NB_MODULE(_native, m) {
   // An engine that could not drain is leaked on purpose; its user has been told by close().
   nb::set_leak_warnings(false);
   pega::bind_memory(m);
+  pega::bind_slot_table(m);
   pega::bind_index(m);
   pega::bind_policy(m);
   pega::bind_engine(m);

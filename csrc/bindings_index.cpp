@@ -116,6 +116,19 @@ void bind_index(nb::module_& m) {
             self.abandon(group, s.ids.data(), s.ids.size());
           },
           nb::arg("group"), nb::arg("slots"))
+      .def(
+          "disown",
+          [](SlotIndex& self, uint64_t group, nb::handle slots) {
+            const Slots s(slots);
+            self.disown(group, s.ids.data(), s.ids.size());
+          },
+          nb::arg("group"), nb::arg("slots"))
+      .def(
+          "honour_leases",
+          [](SlotIndex& self, uint32_t slot_class, const PoolHandle& pool) {
+            self.honour_leases(slot_class, pool.get());
+          },
+          nb::arg("slot_class"), nb::arg("pool"))
       .def("reset", &SlotIndex::reset)
       .def_prop_ro("version", &SlotIndex::version)
       .def_prop_ro("evictions", &SlotIndex::evictions)

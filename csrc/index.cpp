@@ -271,9 +271,14 @@ void SlotIndex::forget_ready(Class& c, uint32_t n) {
 // Evicts up to `wanted` of the oldest slots, but none that is marked.
 size_t SlotIndex::evict(Class& c, size_t wanted) {
   size_t evicted = 0;
+  const uint64_t now = c.leases != nullptr && wanted != 0 ? monotonic_ns() : 0;
+  const auto leased = [&](uint32_t n) {
+    return c.leases != nullptr &&
+           c.leases->entry(c.slot_class, n - c.first).lease.load(std::memory_order_relaxed) > now;
+  };
   for (uint32_t n = c.oldest; n != kNoSlot && evicted < wanted;) {
     const uint32_t next = nodes_[n].newer;
-    if (!nodes_[n].marked) {
+    if (!nodes_[n].marked && !leased(n)) {
       forget_ready(c, n);
       ++evicted;
     }
@@ -383,6 +388,32 @@ void SlotIndex::abandon(uint64_t group, const uint32_t* slots, size_t n) {
     --c.counts.reserved;
     set_free(c, node);
   }
+}
+
+void SlotIndex::disown(uint64_t group, const uint32_t* slots, size_t n) {
+  Class& c = class_of(group);
+  for (size_t i = 0; i < n; ++i) {
+    const State state = nodes_[checked(c, group, slots[i])].state;
+    if (state != State::kReserved && state != State::kReservedForgotten)
+      refuse(name(group, slots[i]) + " is not reserved");
+  }
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t node = c.first + slots[i];
+    if (nodes_[node].state != State::kReserved) continue;
+    remove(node);
+    nodes_[node].state = State::kReservedForgotten;
+  }
+  if (n != 0) ++version_;
+}
+
+void SlotIndex::honour_leases(uint64_t slot_class, std::shared_ptr<const HostPool> pool) {
+  if (slot_class >= classes_.size())
+    refuse("slot class " + std::to_string(slot_class) + "; there are " + std::to_string(classes_.size()));
+  Class& c = classes_[slot_class];
+  if (pool->classes().size() <= slot_class || pool->classes()[slot_class].slots < c.slots)
+    refuse("the pool has fewer slots of class " + std::to_string(slot_class) + " than the index");
+  c.slot_class = static_cast<uint32_t>(slot_class);
+  c.leases = std::move(pool);
 }
 
 bool SlotIndex::reset() {

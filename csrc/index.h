@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "free_slots.h"
@@ -44,7 +45,13 @@ class SlotIndex {
   void reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t near, uint32_t* slots);
   void publish(uint64_t group, const uint32_t* slots, size_t n);
   void abandon(uint64_t group, const uint32_t* slots, size_t n);
+  // Reserved slots whose keys somebody else may now compute or fetch: the keys leave the map, the slots stay
+  // reserved until they are abandoned (or, though published, freed).
+  void disown(uint64_t group, const uint32_t* slots, size_t n);
   bool reset();
+
+  // Eviction passes over the slots of this class that carry a lease in the pool's table.
+  void honour_leases(uint64_t slot_class, std::shared_ptr<const HostPool> pool);
 
   uint64_t version() const { return version_; }
   uint64_t evictions() const { return evictions_; }
@@ -71,6 +78,8 @@ class SlotIndex {
     FreeSlots free;
     uint32_t oldest = kNoSlot, newest = kNoSlot;
     Counts counts = {};
+    uint32_t slot_class = 0;
+    std::shared_ptr<const HostPool> leases = nullptr;  // may be null
   };
 
   Class& class_of(uint64_t group);

@@ -3,11 +3,13 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <fstream>
 #include <limits>
 #include <sstream>
@@ -95,10 +97,30 @@ void HostPool::Mapping::create(const char* name, uint64_t size) {
   if (ftruncate(fd, static_cast<off_t>(size)) != 0) fail("ftruncate");
   // A peer that shrank the file would turn our next copy into SIGBUS.
   if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail("sealing");
+  if (!map(size)) fail("mmap");
+}
+
+void HostPool::Mapping::attach(const char* name, int other, uint64_t size) {
+  const auto refuse = [&](const std::string& why) {
+    throw std::invalid_argument(std::string("host pool: descriptor ") + std::to_string(other) + " (" + name +
+                                ") " + why);
+  };
+  struct stat status;
+  if (fstat(other, &status) != 0) refuse(std::string("cannot be used: ") + std::strerror(errno));
+  if (static_cast<uint64_t>(status.st_size) != size)
+    refuse("has " + std::to_string(status.st_size) + " bytes; these slot classes take " +
+           std::to_string(size));
+  fd = fcntl(other, F_DUPFD_CLOEXEC, 3);
+  if (fd < 0) refuse(std::string("cannot be duplicated: ") + std::strerror(errno));
+  if (!map(size)) refuse(std::string("cannot be mapped: ") + std::strerror(errno));
+}
+
+bool HostPool::Mapping::map(uint64_t size) {
   void* mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (mapped == MAP_FAILED) fail("mmap");
+  if (mapped == MAP_FAILED) return false;
   memory = mapped;
   bytes = size;
+  return true;
 }
 
 HostPool::Mapping::~Mapping() {
@@ -106,7 +128,7 @@ HostPool::Mapping::~Mapping() {
   if (fd >= 0) ::close(fd);
 }
 
-HostPool::HostPool(std::vector<SlotClass> classes, bool prefault) : classes_(std::move(classes)) {
+uint64_t HostPool::lay_out() {
   if (classes_.empty()) throw std::invalid_argument("a pool needs at least one slot class; none was given");
   uint64_t bytes = 0, slots = 0;
   for (size_t c = 0; c < classes_.size(); ++c) {
@@ -124,6 +146,18 @@ HostPool::HostPool(std::vector<SlotClass> classes, bool prefault) : classes_(std
     bytes = round_up(bytes + k.slot_bytes * k.slots, kPage);
     slots += k.slots;
   }
+  data_bytes_ = bytes;
+  return slots;
+}
+
+HostPool::HostPool(int data_fd, int table_fd, std::vector<SlotClass> classes) : classes_(std::move(classes)) {
+  const uint64_t slots = lay_out();
+  data_.attach("data", data_fd, data_bytes_);
+  table_.attach("table", table_fd, round_up(slots * sizeof(SlotEntry), kPage));
+}
+
+HostPool::HostPool(std::vector<SlotClass> classes, bool prefault) : classes_(std::move(classes)) {
+  const uint64_t slots = lay_out(), bytes = data_bytes_;
   const auto [available, limiter] = available_memory();
   const uint64_t table_bytes = round_up(slots * sizeof(SlotEntry), kPage);
   if (bytes + table_bytes > available)
@@ -169,6 +203,12 @@ void end_write(SlotEntry& entry, const uint8_t* key, uint32_t key_bytes, uint32_
 void forget(SlotEntry& entry) {
   begin_write(entry);
   end_write(entry, nullptr, 0, 0);
+}
+
+uint64_t monotonic_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
 }
 
 bool holds(const SlotEntry& entry, const uint8_t* key, uint32_t key_bytes, uint64_t* generation) {

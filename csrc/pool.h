@@ -21,8 +21,8 @@ struct SlotEntry {
   std::atomic<uint64_t> generation;  // offset 32
   uint32_t length;                   // offset 40: bytes stored
   uint32_t key_bytes;                // offset 44
-  std::atomic<uint64_t> lease;       // offset 48: owned by the migration agent
-  uint64_t unused;
+  std::atomic<uint64_t> lease;  // offset 48: eviction leaves the slot alone until then (CLOCK_MONOTONIC, ns)
+  std::atomic<uint64_t> floor;  // offset 56: up to this generation the slot is not offered to other instances
 };
 static_assert(sizeof(SlotEntry) == 64 && std::atomic<uint64_t>::is_always_lock_free);
 
@@ -47,6 +47,9 @@ class HostPool {
   // Reserves address space; memory is touched lazily unless `prefault`. Throws std::invalid_argument for
   // sizes that cannot be, NotEnoughMemory when the machine or its cgroup has too little left.
   HostPool(std::vector<SlotClass> classes, bool prefault);
+  // Another process's pool, by its descriptors (duplicated here) and its classes. Throws
+  // std::invalid_argument if they do not fit together.
+  HostPool(int data_fd, int table_fd, std::vector<SlotClass> classes);
   ~HostPool();
   HostPool(const HostPool&) = delete;
   HostPool& operator=(const HostPool&) = delete;
@@ -68,16 +71,21 @@ class HostPool {
   void check_slot(uint64_t slot_class, uint64_t slot) const;
 
  private:
+  uint64_t lay_out();  // fills the offsets; slots in all. Throws std::invalid_argument.
+
   struct Mapping {
     int fd = -1;
     void* memory = nullptr;
     uint64_t bytes = 0;
     void create(const char* name, uint64_t size);
+    void attach(const char* name, int other, uint64_t size);
+    bool map(uint64_t size);
     ~Mapping();
   };
 
   std::vector<SlotClass> classes_;
   std::vector<uint64_t> data_offset_, table_offset_;
+  uint64_t data_bytes_ = 0;
   Mapping data_, table_;
 };
 
@@ -90,6 +98,9 @@ std::pair<uint64_t, const char*> available_memory();
 void begin_write(SlotEntry& entry);
 void end_write(SlotEntry& entry, const uint8_t* key, uint32_t key_bytes, uint32_t length);
 void forget(SlotEntry& entry);
+
+// Nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share.
+uint64_t monotonic_ns();
 
 // Whether the slot holds `key`, completely, and under which generation.
 bool holds(const SlotEntry& entry, const uint8_t* key, uint32_t key_bytes, uint64_t* generation);

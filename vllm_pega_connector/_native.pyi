@@ -37,6 +37,9 @@ class HostPool:
     unused. A writer makes the generation odd before the first byte and even after the last; it never goes back.
     """
     def __init__(self, slot_classes: Sequence[tuple[int, int]], prefault: bool = False) -> None: ...
+    @staticmethod
+    def attach(data_fd: int, table_fd: int, slot_classes: Sequence[tuple[int, int]]) -> HostPool:
+        """Another process's pool by its descriptors, which are duplicated. ValueError if sizes and classes differ."""
     @property
     def data_fd(self) -> int: ...
     @property
@@ -50,6 +53,32 @@ class HostPool:
     def slot_state(self, slot_class: int, slot: int) -> tuple[int, bytes, int]:
         """(generation, key, length in bytes); an odd generation: being written."""
     def close(self) -> None: ...
+
+class SlotTable:
+    """One slot class of a pool as the migration agent uses it. Slots are uint32, generations uint64, as bytes.
+
+    The engine's threads write the table meanwhile: what was read is believed only if `still` says so afterwards.
+    """
+    def __init__(self, pool: HostPool, slot_class: int, key_bytes: int) -> None: ...
+    def find(self, joined: Buffer) -> tuple[bytes, bytes]:
+        """Slots and generations of the longest run of keys that slots hold."""
+    def still(self, slots: Buffer, generations: Buffer) -> bytes:
+        """One byte a slot: 1 = it still holds what it held under that generation."""
+    def holding(self, slots: Buffer, joined: Buffer) -> bytes:
+        """Generation of each slot if it holds its key now, else 0."""
+    def begin(self, slots: Buffer) -> None:
+        """Being written from now on (odd generation): before the first byte."""
+    def end(self, slots: Buffer, joined: Buffer, length: int) -> None:
+        """Written, holding these keys: after the last byte."""
+    def end_empty(self, slots: Buffer) -> None:
+        """Written, holding nothing."""
+    def lease(self, slots: Buffer, seconds: float) -> None:
+        """Eviction that honours leases leaves the slots alone for that long; 0: no longer."""
+    def forget(self, slots: Buffer) -> None:
+        """What the slots hold, or are being given, is not found any more; in any process."""
+    def forget_all(self) -> None: ...
+    def distrust(self, slots: Buffer) -> None:
+        """Nor what they will be given, until `forget`."""
 
 class Policy:
     """backend: auto|memcpy|kernel|chunked|staged; 0 = unset: the device profile decides."""
@@ -287,6 +316,10 @@ class SlotIndex:
         """Reserved -> ready."""
     def abandon(self, group: int, slots: bytes) -> None:
         """Reserved -> free; also forgets a ready key (once unpinned)."""
+    def disown(self, group: int, slots: bytes) -> None:
+        """The keys of reserved slots are absent again; the slots stay reserved until abandoned."""
+    def honour_leases(self, slot_class: int, pool: HostPool) -> None:
+        """Eviction passes over slots with a lease in this pool's table (any rank's: leases are alike)."""
     def reset(self) -> bool:
         """Forgets every ready, unpinned key. False if something is pinned or reserved: that goes when released."""
     @property

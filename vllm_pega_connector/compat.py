@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that differs between the vLLM versions we support (0.26 to 0.33), by feature, never by number."""
 
+import hashlib
+import json
+import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,3 +93,63 @@ def required_layout(vllm_config: Any, kv_layout: str) -> str | None:
     except ImportError:
         return None
     return "BLNHC"
+
+
+NONE_HASH_WAIT_S = 60.0  # vLLM draws it within milliseconds after the workers' handshake
+
+
+def hash_seed_problem(vllm_config: Any) -> str:
+    """Why block hashes of two instances cannot be compared, with the mending; "" if they can."""
+    from vllm.v1.core import kv_cache_utils
+
+    if os.getenv("PYTHONHASHSEED"):
+        return ""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") and algorithm.startswith("sha256"):
+        return ""
+    return (
+        f"this vLLM draws the seed of its {algorithm} block hashes at random, so no two instances' keys are alike: "
+        "set PYTHONHASHSEED to the same number on all of them"
+    )
+
+
+def kv_fingerprint(vllm_config: Any, kv_cache_config: Any, model_id: str | None, layouts: list[str]) -> dict[str, str]:
+    """What must be equal for two instances' KV to be interchangeable. Waits for vLLM's hash seed: not for its main
+    thread. Raises RuntimeError if there is none after a minute."""
+    from vllm.v1.core import kv_cache_utils
+
+    deadline = time.monotonic() + NONE_HASH_WAIT_S
+    while not hasattr(kv_cache_utils, "NONE_HASH"):
+        if time.monotonic() > deadline:
+            raise RuntimeError("vLLM has no hash seed, so blocks have no keys")
+        time.sleep(0.01)
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    groups = [(type(g.kv_cache_spec).__name__, len(g.layer_names)) for g in kv_cache_config.kv_cache_groups]
+    return {
+        "model": model_id or _model_identity(model),
+        "dtype": f"{model.dtype} / {cache.cache_dtype}",
+        "block_size": str(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size),
+        "hash": cache.prefix_caching_hash_algo,
+        "hash_seed": hashlib.sha256(kv_cache_utils.NONE_HASH).hexdigest()[:16],
+        "tensor_parallel": str(parallel.tensor_parallel_size),
+        "pipeline_parallel": str(parallel.pipeline_parallel_size),
+        "groups": repr(groups),
+        "layout": " ".join([*layouts, _kernel_layout(vllm_config)]),
+    }
+
+
+def _model_identity(model: Any) -> str:
+    """Name, revision and a digest of the configuration: two fine-tunes of one architecture must not look alike."""
+    config = {k: v for k, v in model.hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return f"{model.model}@{model.revision or 'main'} {digest} (set migration.model_id if only the path differs)"
+
+
+def _kernel_layout(vllm_config: Any) -> str:
+    """CPU attention packs keys as the instruction set likes them; on GPUs the tensors' shapes say everything."""
+    if vllm_config.device_config.device_type != "cpu":
+        return vllm_config.device_config.device_type  # type: ignore[no-any-return]
+    import torch
+
+    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}{' AMX' if amx else ''}"

@@ -148,9 +148,7 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is not None:
-            self._scheduler.finished(request, block_ids)
-        return False, None
+        return False, self._scheduler.finished(request, block_ids) if self._scheduler is not None else None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -198,4 +196,6 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None
-        self._scheduler = None
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+            self._scheduler = None

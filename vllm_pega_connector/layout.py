@@ -6,6 +6,7 @@ Pages are opaque bytes. A tensor's blocks lie along one of its first two dimensi
 or fewer contiguous runs per block.
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,3 +87,16 @@ def group_runs(tensors: Iterable[Any], num_blocks: int) -> list[Run]:
         else:
             joined.append(run)
     return joined
+
+
+def layout_identity(tensors: Iterable[tuple[str, Any]], num_blocks: int) -> str:
+    """A digest of what lies where in a block, whatever their number: equal on ranks whose slots mean the same."""
+    described = []
+    for name, tensor in tensors:
+        shape, strides = list(tensor.shape), list(tensor.stride())
+        block_dim = next((d for d in (0, 1) if d < len(shape) and shape[d] and shape[d] % num_blocks == 0), 0)
+        # Strides may grow with the number of blocks; the order of the dimensions does not.
+        order = sorted((d for d in range(len(shape))), key=lambda d: strides[d], reverse=True)
+        inner = [n for d, n in enumerate(shape) if d != block_dim]
+        described.append((name, str(tensor.dtype), inner, shape[block_dim] // num_blocks, order))
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]

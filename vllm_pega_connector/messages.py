@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_pega_connector.config import PolicyConfig
+from vllm_pega_connector.migration.share import PoolShare
 
 Rank = tuple[int, int]  # (pipeline rank, tensor rank), as vLLM keys its handshake
 
@@ -52,8 +53,13 @@ class PegaWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True)
 class PegaHandshake(KVConnectorHandshakeMetadata):
-    """A rank's host pool, told once after its KV is registered: slots and bytes of each size class."""
+    """A rank's host pool, told once after its KV is registered: slots and bytes of each size class.
+
+    share, layout: for migration, the pool's descriptors and a digest of what lies where in a slot.
+    """
 
     slots: tuple[int, ...]
     slot_bytes: tuple[int, ...]
     group_classes: tuple[int, ...]
+    share: PoolShare | None = None
+    layout: str = ""

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_pega_connector import compat
-from vllm_pega_connector.config import PegaConfig, PolicyConfig, RequestParams
+from vllm_pega_connector.config import MigrationConfig, PegaConfig, PolicyConfig, RequestParams
 from vllm_pega_connector.guard import log_limited, logger
 from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata, Rank, TransferJob
 from vllm_pega_connector.metrics import PegaStats
+from vllm_pega_connector.migration.fingerprint import digest
+from vllm_pega_connector.migration.hook import Ask, Migration
+from vllm_pega_connector.migration.start import advertised
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -56,6 +59,7 @@ class Job:
     held: list[KVCacheBlock] = field(default_factory=list)
     state: RequestState | None = None
     start: int = 0
+    epoch: int = 0  # of a save: resets that came before its blocks were collected
     errors: list[str] = field(default_factory=list)
 
 
@@ -69,6 +73,7 @@ class RequestState:
     match: Match | None = None
     load: Job | None = None
     load_limit: int | None = None  # after a failed load: never offer a block from here on again
+    ask: Ask | None = None  # for blocks of another instance
     joined: bytes = b""  # block hashes joined, grown on demand
     joined_blocks: int = 0
 
@@ -78,6 +83,7 @@ class SaveBatch:
     """The blocks of this step that are saved under one policy; becomes one job."""
 
     policy: PolicyConfig | None
+    epoch: int
     blocks: list[KVCacheBlock] = field(default_factory=list)
     slots: list[bytes] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
@@ -108,6 +114,10 @@ class PegaScheduler:
         self._told_failures: Counter[str] = Counter()
         self._told_evictions = 0
         self._told_pool: dict[str, int] = {}
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._migration: Migration | None = None
+        self._fingerprint: dict[str, str] = {}
+        self._epoch = 0  # counts resets: what was collected before one is not given to other instances
 
     # --- start ---
 
@@ -128,6 +138,40 @@ class PegaScheduler:
         first = next(iter(handshakes.values()))
         slots = [min(h.slots[c] for h in handshakes.values()) for c in range(len(first.slots))]
         self._index = SlotIndex(slots, first.group_classes, self._key_bytes)
+        if self._migration is not None:
+            self._migration.close()
+        if self._config.migration is not None:
+            self._migration = self._start_migration(self._config.migration, handshakes, slots)
+
+    def _start_migration(
+        self, config: MigrationConfig, handshakes: dict[Rank, PegaHandshake], slots: list[int]
+    ) -> Migration | None:
+        """Without it serving goes on, so what is in its way is a warning."""
+        from vllm_pega_connector.migration.start import start
+
+        ranks = [handshakes[rank] for rank in sorted(handshakes)]
+        problem = compat.hash_seed_problem(self._vllm_config)
+        shares = [h.share for h in ranks if h.share is not None]
+        if not problem and len(shares) < len(ranks):
+            problem = "not all workers share their pools"
+        if problem:
+            logger.warning("PegaConnector: no migration: %s", problem)
+            return None
+
+        def fingerprint() -> dict[str, str]:
+            layouts = [h.layout for h in ranks]
+            self._fingerprint = compat.kv_fingerprint(
+                self._vllm_config, self._kv_cache_config, config.model_id, layouts
+            )
+            return self._fingerprint
+
+        slot_class = ranks[0].group_classes[GROUP]
+        pools = [(share, list(zip(h.slot_bytes, h.slots, strict=True))) for share, h in zip(shares, ranks, strict=True)]
+        try:
+            return start(config, self._index, GROUP, slot_class, self._key_bytes, slots[slot_class], pools, fingerprint)
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.warning("PegaConnector: no migration: %s", error)
+            return None
 
     def bind_block_pool(self, pool: Any) -> None:
         self._pool = pool
@@ -151,6 +195,8 @@ class PegaScheduler:
         if state is None or not self._ready or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
         start = computed_tokens // self._block_size
+        if self._migration is not None and self._not_yet(state, start, self._migration):
+            return None, False
         last = state.match
         # A pinned answer stays true whatever happens to the index; an empty one may improve with it.
         if last is None or last.start != start or (not last.slots and last.index_version != self._index.version):
@@ -158,6 +204,21 @@ class PegaScheduler:
             last = state.match = self._lookup(state, start)
         tokens = last.blocks * self._block_size
         return tokens, tokens > 0
+
+    def _not_yet(self, state: RequestState, start: int, migration: Migration) -> bool:
+        """True while blocks of this request are on their way from another instance. Asks for them once."""
+        migration.poll()
+        sources = migration.sources(state.params.source)
+        if not sources or (state.ask is not None and state.ask.over):
+            return False
+        request = state.request
+        # LoRA adapters are told apart by name alone; another instance's may differ.
+        blocks = 0 if request.lora_request is not None or state.load_limit is not None else len(request.block_hashes)
+        if start >= blocks or _past_end(request, start * self._block_size):
+            return False
+        if state.ask is None:
+            state.ask = migration.ask()
+        return migration.not_yet(state.ask, sources, lambda: request.block_hashes[start:blocks])
 
     def _lookup(self, state: RequestState, start: int) -> Match:
         blocks = len(state.request.block_hashes)
@@ -214,11 +275,21 @@ class PegaScheduler:
             )
         )
 
-    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
-        """The request is over; its blocks are about to be freed, so what is worth saving is held now."""
+    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """The request is over; its blocks are about to be freed, so what is worth saving is held now.
+
+        Where its KV may be had is the answer, for whoever goes on with it on another instance.
+        """
         state = self._requests.pop(request.request_id, None)
-        if state is None:
-            return
+        if state is not None:
+            self._finish(state, block_ids)
+        if self._migration is None or not self._migration.port or self._config.migration is None:
+            return None
+        source = str(advertised(self._config.migration, self._migration.port))
+        blocks = _computed(request) // self._block_size
+        return {"pega": {"source": source, "blocks": blocks, "fingerprint": digest(self._fingerprint)}}
+
+    def _finish(self, state: RequestState, block_ids: tuple[list[int], ...]) -> None:
         if self._ready:
             self._release_match(state)
         if state.load is not None:
@@ -232,6 +303,8 @@ class PegaScheduler:
     # --- every step ---
 
     def build_metadata(self, output: SchedulerOutput) -> PegaMetadata:
+        if self._migration is not None:
+            self._migration.poll()
         requests = self._requests
         for request_id in output.preempted_req_ids or ():
             if state := requests.get(request_id):
@@ -306,7 +379,7 @@ class PegaScheduler:
         policy = state.params.save_policy
         batch = self._batches.get(policy)
         if batch is None:
-            batch = self._batches[policy] = SaveBatch(policy)
+            batch = self._batches[policy] = SaveBatch(policy, self._epoch)
         held = []
         for i, slot in zip(wanted, np.frombuffer(slots, np.uint32).tolist(), strict=True):
             if slot == NO_SLOT:
@@ -323,7 +396,7 @@ class PegaScheduler:
     def _save_job(self, batch: SaveBatch) -> TransferJob:
         slots = b"".join(batch.slots)
         job = self._new_job("save", slots)
-        job.held = batch.blocks
+        job.held, job.epoch = batch.blocks, batch.epoch
         moves = _moves([b.block_id for b in batch.blocks], slots)
         return TransferJob(job.job_id, "save", moves, b"".join(batch.keys), policy=batch.policy)
 
@@ -351,6 +424,8 @@ class PegaScheduler:
 
     def _end(self, job: Job) -> None:
         if job.direction == "save":
+            if self._migration is not None and job.epoch != self._epoch:
+                self._migration.saved(job.slots)
             if job.errors:
                 self._index.abandon(GROUP, job.slots)
                 self.drops["save_failed"] += len(job.slots) // 4
@@ -385,11 +460,22 @@ class PegaScheduler:
         for state in self._requests.values():
             self._release_match(state)
         self._index.reset()
+        self._epoch += 1
+        if self._migration is not None:
+            saving = [job.slots for job in self._jobs.values() if job.direction == "save"]
+            saving += [slot for batch in self._batches.values() for slot in batch.slots]
+            self._migration.reset(b"".join(saving))
         return True
+
+    def shutdown(self) -> None:
+        if self._migration is not None:
+            self._migration.close()
 
     def counts(self) -> dict[str, int]:
         """What is held and where, for metrics and tests; all but `ready`, `free` and `total` are 0 at idle."""
         slots = self._index.counts(0) if self._index is not None else {}
+        if self._migration is not None:
+            slots |= self._migration.counts()
         return {**slots, "held_blocks": self._held, "jobs": len(self._jobs), "requests": len(self._requests)}
 
     def take_stats(self) -> PegaStats | None:
@@ -402,6 +488,8 @@ class PegaScheduler:
         stats.data["drops"] = dict(self.drops - self._told_drops)
         stats.data["failures"] = dict(self.load_failures - self._told_failures)
         stats.data["evictions"] = evictions - self._told_evictions
+        if self._migration is not None:
+            stats.add_migrations(self._migration.take_stats())
         stats.data["pool"] = {} if slots == self._told_pool else slots
         self._told_drops, self._told_failures = self.drops.copy(), self.load_failures.copy()
         self._told_evictions, self._told_pool = evictions, slots

@@ -11,9 +11,10 @@ import numpy as np
 from vllm_pega_connector import compat
 from vllm_pega_connector.config import PegaConfig
 from vllm_pega_connector.guard import log_limited, logger
-from vllm_pega_connector.layout import group_runs
+from vllm_pega_connector.layout import group_runs, layout_identity
 from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata, Rank, TransferJob
 from vllm_pega_connector.metrics import PegaStats
+from vllm_pega_connector.migration.share import PoolShare
 from vllm_pega_connector.pool_size import pool_bytes
 
 
@@ -77,7 +78,13 @@ class PegaWorker:
             self._config.load_policy.to_native(),
             self._config.save_policy.to_native(),
         )
-        self._handshake = PegaHandshake(tuple(slots), tuple(classes), group_classes)
+        self._handshake = PegaHandshake(
+            tuple(slots),
+            tuple(classes),
+            group_classes,
+            PoolShare.of(self._pool.data_fd, self._pool.table_fd),
+            layout_identity(kv_caches.items(), blocks),
+        )
         logger.info(
             "PegaConnector: %s, host pool %.2f GiB = %d slots of %d KiB (GPU cache: %d blocks), "
             "%d fragments per block, profile %s, load %s, save %s, objective %s",

@@ -120,6 +120,7 @@ class Running:
     finished: bool = False
     aborted: bool = False
     external_tokens: int = 0
+    params: dict[str, Any] | None = None  # what the connector gave out when it finished
 
 
 class Engine:
@@ -189,6 +190,7 @@ class Engine:
             if run is not None and output.outputs:
                 run.tokens = list(output.outputs[0].token_ids)
                 run.finished = output.finished
+                run.params = output.kv_transfer_params or run.params
 
     def run(self, asks: Sequence[Ask], each_step: Callable[[int], None] = lambda step: None) -> list[Running]:
         """Adds all at once and steps until all have ended."""

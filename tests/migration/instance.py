@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM instance in a process of its own, told what to do line by line: the source of migrations.
+
+Run as `python -m tests.migration.instance`: reads JSON lines from standard input, answers on the descriptor that it
+was given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# Through the C API and without giving up the GIL: what a long forward pass does to the threads of its process.
+HOLD_GIL = "import ctypes; ctypes.PyDLL(None).usleep(int({seconds} * 1e6))"
+
+
+class VllmInstance:
+    """The other process, from outside. `extra` is its kv_connector_extra_config."""
+
+    def __init__(self, extra: dict[str, Any], **options: Any) -> None:
+        read, write = os.pipe()
+        command = [sys.executable, "-m", "tests.migration.instance", str(write), json.dumps(extra), json.dumps(options)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[write], text=True
+        )
+        os.close(write)
+        self._answers = os.fdopen(read)
+
+    def tell(self, command: str, *args: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([command, *args]) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        line = self._answers.readline()
+        assert line, "the instance ended; its output says why"
+        return json.loads(line)
+
+    def ask(self, command: str, *args: Any) -> Any:
+        self.tell(command, *args)
+        return self.answer()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def main(answers: str, extra: str, options: str) -> None:
+    from tests.serving.engine import Ask, Engine
+
+    engine = Engine(json.loads(extra), **json.loads(options))
+    migration = engine.connector._scheduler._migration
+
+    def ready() -> str:
+        while not migration.port:
+            migration.poll()
+        return str(migration.port)
+
+    def run(prompt: list[int], tokens: int) -> dict[str, Any]:
+        (request,) = engine.run([Ask(tuple(prompt), tokens)])
+        return {"tokens": request.tokens, "params": request.params}
+
+    def hold_gil(seconds: float) -> str:
+        def hold() -> None:
+            exec(HOLD_GIL.format(seconds=seconds))
+
+        threading.Timer(0.05, hold).start()
+        return "soon"
+
+    commands = {
+        "ready": ready,
+        "run": run,
+        "hold_gil": hold_gil,
+        "agent": lambda: migration._client.pid,
+        "counts": engine.counts,
+        "forget": engine.forget_all,
+    }
+    with os.fdopen(int(answers), "w") as out:
+        for line in sys.stdin:
+            command, *args = json.loads(line)
+            out.write(json.dumps(commands[command](*args)) + "\n")
+            out.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

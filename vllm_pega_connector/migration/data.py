@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data plane: Mooncake's transfer engine reading remote pools, one process, in threads that hold no GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import itertools
+import math
+import os
+import sysconfig
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+# Mooncake over TCP refuses beyond 1,024 queued descriptors a peer (0.3.13); two batches are in flight.
+BATCH_DESCRIPTORS = 256
+BATCHES_IN_FLIGHT = 2
+# A descriptor takes one of four lanes, at 60 to 85 us and 1 to 2 GB/s each over loopback: best at 256 KiB to 1 MiB.
+DESCRIPTOR_BYTES = 1 << 20
+MOONCAKE_TIMEOUT_FLOOR_S = 5  # Mooncake takes no less
+
+
+class DataPlaneError(RuntimeError):
+    """Mooncake cannot be used here; says how to mend it."""
+
+
+Run = tuple[int, int, int]  # remote address, local address, bytes
+
+
+def runs(
+    remote_base: int, local_base: int, remote_slots: np.ndarray, local_slots: np.ndarray, slot_bytes: int
+) -> tuple[list[Run], list[range]]:
+    """Runs of slots that are neighbours on both sides, as descriptors, and which of the slots each one covers.
+
+    A run is cut at slot boundaries so that no descriptor is above DESCRIPTOR_BYTES, unless one slot is.
+    """
+    count = len(remote_slots)
+    longest = max(1, DESCRIPTOR_BYTES // slot_bytes)
+    out: list[Run] = []
+    covers: list[range] = []
+    breaks = np.flatnonzero((np.diff(remote_slots) != 1) | (np.diff(local_slots) != 1)) + 1
+    for begin, end in itertools.pairwise([0, *breaks.tolist(), count] if count else [0]):
+        for at in range(begin, end, longest):
+            n = min(longest, end - at)
+            remote = remote_base + int(remote_slots[at]) * slot_bytes
+            local = local_base + int(local_slots[at]) * slot_bytes
+            out.append((remote, local, n * slot_bytes))
+            covers.append(range(at, at + n))
+    return out, covers
+
+
+def _environment(transport: str, timeout_s: float, host: str) -> dict[str, str]:
+    """Mooncake is set up by environment variables, read when it is imported or initialised."""
+    env = {
+        "MC_TRANSFER_TIMEOUT": str(max(MOONCAKE_TIMEOUT_FLOOR_S, math.ceil(timeout_s))),
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": str(MOONCAKE_TIMEOUT_FLOOR_S),
+        "MC_TCP_BIND_ADDRESS": host,  # releases that do not know it listen on every interface
+        "MC_LOG_LEVEL": "ERROR",
+    }
+    if transport == "tcp":
+        env["MC_FORCE_TCP"] = "1"
+    if transport == "nvlink":
+        env["MC_FORCE_MNNVL"] = "1"
+    if ":" in host:
+        env["MC_USE_IPV6"] = "1"
+    return env
+
+
+def _import_engine() -> Any:
+    """Mooncake's class. The wheels for CUDA need libcudart in the process, which PyTorch's wheels bring along."""
+    try:
+        from mooncake.engine import TransferEngine
+    except ModuleNotFoundError:
+        raise DataPlaneError(
+            "Mooncake is not installed: pip install mooncake-transfer-engine-cuda13 (CUDA 13), "
+            "mooncake-transfer-engine (CUDA 12) or mooncake-transfer-engine-non-cuda"
+        ) from None
+    except ImportError as first:
+        site = sysconfig.get_path("purelib")
+        for library in glob.glob(f"{site}/nvidia/*/lib/libcudart.so.*"):
+            ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError:
+            raise DataPlaneError(
+                f"Mooncake cannot be loaded: {first}; `pega doctor` says which package brings it"
+            ) from None
+    return TransferEngine
+
+
+class DataPlane:
+    """One Mooncake engine over the pools of this instance. `read` blocks its thread; everything else is brief."""
+
+    def __init__(self, host: str, transport: str, timeout_s: float, memory: Iterable[tuple[int, int]]) -> None:
+        """`memory`: (address, bytes) of each pool. Raises DataPlaneError."""
+        for name, value in _environment(transport, timeout_s, host).items():
+            os.environ.setdefault(name, value)
+        self._engine = _import_engine()()
+        protocol = "rdma" if transport == "auto" else transport
+        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
+            raise DataPlaneError(
+                f"Mooncake did not start on {host}: it needs two free ports from MC_MIN_RPC_PORT (15000) to "
+                f"MC_MAX_RPC_PORT (17000), and a device for transport {transport!r}"
+            )
+        self.port: int = self._engine.get_rpc_port()
+        for address, nbytes in memory:
+            status = self._engine.register_memory(address, nbytes)
+            if status != 0:
+                raise DataPlaneError(
+                    f"Mooncake cannot register {nbytes / 2**30:.1f} GiB of the pool (error {status}); for RDMA raise "
+                    "`ulimit -l`, or set migration.transport to tcp"
+                )
+
+    def read(self, peer: str, descriptors: Sequence[Run]) -> tuple[int, int]:
+        """Reads all of it from the engine at `peer` ("host:port"): (landed, started), both counted from the first.
+
+        What lies between the two may still be written at any time, for as long as this process lives.
+        """
+        batches: Iterator[list[Run]] = (
+            list(descriptors[i : i + BATCH_DESCRIPTORS]) for i in range(0, len(descriptors), BATCH_DESCRIPTORS)
+        )
+        flying: deque[tuple[int, int]] = deque()  # (Mooncake's batch id, descriptors)
+        landed = started = 0
+        good = True
+        while True:
+            while good and len(flying) < BATCHES_IN_FLIGHT and (batch := next(batches, None)) is not None:
+                remote, local, sizes = (list(column) for column in zip(*batch, strict=True))
+                ticket = self._engine.batch_transfer_async_read(peer, local, remote, sizes)
+                if ticket == 0:  # nothing was begun; asking for its status would end the process
+                    good = False
+                    break
+                started += len(batch)
+                flying.append((ticket, len(batch)))
+            if not flying:
+                return landed, started
+            ticket, count = flying.popleft()
+            if self._engine.get_batch_transfer_status([ticket]) != 0:  # exactly once a ticket: it is freed by this
+                good = False
+            elif good:
+                landed += count

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers peers from shared memory alone: no scheduler, no engine and no GIL but the agent's own is involved."""
+
+from __future__ import annotations
+
+import asyncio
+
+import zmq
+import zmq.asyncio
+
+from vllm_pega_connector.migration import protocol
+from vllm_pega_connector.migration.fingerprint import difference
+from vllm_pega_connector.migration.pools import Pools
+from vllm_pega_connector.migration.protocol import (
+    Found,
+    Lookup,
+    Ping,
+    Pong,
+    ProtocolError,
+    Refused,
+    Reply,
+    Request,
+    Validate,
+    Validated,
+)
+from vllm_pega_connector.migration.security import Keys, authenticate
+
+MAX_LEASE_S = 60.0  # a peer that died while reading holds its slots for no longer
+HANDSHAKE_MS = 3000  # a connection that says nothing is closed after this
+HEARTBEAT_MS = 5000
+
+
+def bind(context: zmq.asyncio.Context, host: str, port: int, keys: Keys | None) -> tuple[zmq.asyncio.Socket, int]:
+    """The socket that peers connect to, and its port. Raises OSError saying what to change."""
+    server = context.socket(zmq.ROUTER)
+    server.setsockopt(zmq.IPV6, 1)
+    server.setsockopt(zmq.LINGER, 0)
+    server.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_MESSAGE_BYTES)
+    server.setsockopt(zmq.RCVHWM, 64)  # messages a peer may have waiting
+    server.setsockopt(zmq.SNDHWM, 64)
+    server.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    server.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    server.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+    if keys is not None:
+        keys.guard(server)
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        server.bind(f"tcp://{shown}:{port or '*'}")
+    except zmq.ZMQError as error:
+        server.close()
+        raise OSError(f"migration.listen: cannot listen on {shown}:{port}: {error}; choose a free port, or 0") from None
+    endpoint: str = server.getsockopt_string(zmq.LAST_ENDPOINT)
+    return server, int(endpoint.rpartition(":")[2])
+
+
+class Server:
+    """`stopping`: lookups are refused, what was found before may still be read and validated."""
+
+    def __init__(self, pools: Pools, fingerprint: dict[str, str], data_port: int) -> None:
+        self._pools = pools
+        self._fingerprint = fingerprint
+        self._data_port = data_port
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.stopping = False
+
+    async def run(self, server: zmq.asyncio.Socket, context: zmq.asyncio.Context, keys: Keys | None) -> None:
+        """Runs until cancelled."""
+        zap = asyncio.create_task(self._authenticate(context, keys)) if keys is not None else None
+        try:
+            while True:
+                peer, *parts = await server.recv_multipart()
+                try:
+                    request: Request = protocol.parse(parts, protocol.request_decoder)
+                except ProtocolError as error:
+                    await server.send_multipart([peer, *protocol.frames(Refused(0, "message", str(error)))])
+                    continue
+                if isinstance(request, Validate) and request.checksum:  # takes a while: beside the loop
+                    task = asyncio.create_task(self._reply(server, peer, request))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                else:
+                    await server.send_multipart([peer, *protocol.frames(self.answer(request))])
+        finally:
+            if zap is not None:
+                zap.cancel()
+
+    async def _authenticate(self, context: zmq.asyncio.Context, keys: Keys) -> None:
+        zap = context.socket(zmq.REP)
+        zap.linger = 0
+        zap.bind("inproc://zeromq.zap.01")
+        try:
+            await authenticate(zap, keys.client[0])
+        finally:
+            zap.close()
+
+    async def _reply(self, server: zmq.asyncio.Socket, peer: bytes, request: Validate) -> None:
+        reply = await asyncio.to_thread(self.answer, request)
+        await server.send_multipart([peer, *protocol.frames(reply)])
+
+    def answer(self, request: Request) -> Reply:
+        """Never raises: a peer's mistake is answered in words."""
+        try:
+            if isinstance(request, Ping):
+                return Pong(request.id, self._fingerprint, self._pools.slots, self._pools.slot_bytes)
+            if isinstance(request, Lookup):
+                return self._lookup(request)
+            return self._validate(request)
+        except ValueError as error:
+            return Refused(request.id, "message", str(error))
+
+    def _lookup(self, request: Lookup) -> Reply:
+        if self.stopping:
+            return Refused(request.id, "busy", "this agent is about to restart")
+        if (differs := difference(self._fingerprint, request.fingerprint)) is not None:
+            return Refused(request.id, *differs)
+        if len(request.keys) > protocol.MAX_KEYS * self._pools.key_bytes:
+            raise ValueError(f"more than {protocol.MAX_KEYS} keys in one lookup")
+        if not 0 <= request.lease_s <= MAX_LEASE_S:
+            raise ValueError(f"lease_s is {request.lease_s}; allowed: 0 to {MAX_LEASE_S:g} s")
+        slots, generations = self._pools.find(request.keys)
+        self._pools.lease(slots, request.lease_s)
+        return Found(request.id, slots, generations, self._pools.bases, self._pools.slot_bytes, self._data_port)
+
+    def _validate(self, request: Validate) -> Reply:
+        checksums = self._pools.checksums(request.slots) if request.checksum else b""
+        valid = self._pools.still(request.slots, request.generations)
+        self._pools.lease(request.slots, 0)
+        return Validated(request.id, valid, checksums)
