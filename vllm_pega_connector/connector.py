@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_pega_connector import compat
+from vllm_pega_connector import compat, plugin
 from vllm_pega_connector.config import PegaConfig
 from vllm_pega_connector.guard import guarded, logger
 from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata
@@ -199,3 +199,8 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.shutdown()
             self._scheduler = None
+
+
+# Loaded by path alone, from a package that is not installed, the name would stay unknown; but MultiConnector looks it
+# up to read our statistics, and would end the API server when it finds nothing.
+plugin.register()

@@ -56,6 +56,16 @@ def test_vllm_finds_the_connector_by_name() -> None:
     assert factory._registry["PegaConnector"]() is vllm_pega_connector.PegaConnector
 
 
+def test_loaded_by_path_alone_the_name_is_known_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MultiConnector looks the class up by its name, to read our statistics in the API server."""
+    factory = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    monkeypatch.setattr(factory, "_registry", {})
+    monkeypatch.delitem(sys.modules, "vllm_pega_connector.connector", raising=False)
+    monkeypatch.setattr(vllm_pega_connector, "connector", None, raising=False)  # what the import sets is undone
+    loaded = vllm_pega_connector.PegaConnector
+    assert factory.get_connector_class_by_name("PegaConnector") is loaded
+
+
 def native_stub() -> dict[str, set[str]]:
     """Name -> members of what _native.pyi declares; functions have none."""
     tree = ast.parse((ROOT / "vllm_pega_connector" / "_native.pyi").read_text())
