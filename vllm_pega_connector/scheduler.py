@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_pega_connector import compat
 from vllm_pega_connector.config import MigrationConfig, PegaConfig, PolicyConfig, RequestParams
-from vllm_pega_connector.guard import log_limited, logger
+from vllm_pega_connector.guard import guarded, log_limited, logger
 from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata, Rank, TransferJob
 from vllm_pega_connector.metrics import PegaStats
 from vllm_pega_connector.migration.fingerprint import digest
@@ -410,20 +410,27 @@ class PegaScheduler:
 
     def update(self, metadata: PegaWorkerMetadata) -> None:
         for rank, job_id, error in metadata.ended:
-            job = self._jobs.get(job_id)
-            if job is None or rank not in job.waiting:
-                self.drops["duplicate_report"] += 1
-                log_limited("report", "PegaConnector: rank %s reported job %s twice; ignored", rank, job_id)
-                continue
-            job.waiting.discard(rank)
-            if error:
-                job.errors.append(error)
-            if not job.waiting:
-                del self._jobs[job_id]
-                self._end(job)
+            self._report(rank, job_id, error)
+
+    @guarded(lambda: None)  # each by itself: a fault in one must not lose the reports behind it
+    def _report(self, rank: Rank, job_id: int, error: str) -> None:
+        job = self._jobs.get(job_id)
+        if job is None or rank not in job.waiting:
+            self.drops["duplicate_report"] += 1
+            log_limited("report", "PegaConnector: rank %s reported job %s twice; ignored", rank, job_id)
+            return
+        job.waiting.discard(rank)
+        if error:
+            job.errors.append(error)
+        if not job.waiting:
+            del self._jobs[job_id]
+            self._end(job)
 
     def _end(self, job: Job) -> None:
         if job.direction == "save":
+            # First, and whatever the index says: GPU blocks that are held for ever cost the engine more than a slot.
+            self._held -= len(job.held)
+            self._pool.free_blocks(reversed(job.held))  # the tail of a prefix goes first
             if self._migration is not None and job.epoch != self._epoch:
                 self._migration.saved(job.slots)
             if job.errors:
@@ -432,13 +439,11 @@ class PegaScheduler:
                 log_limited("save", "PegaConnector: a save failed and is dropped: %s", job.errors[0])
             else:
                 self._index.publish(GROUP, job.slots)
-            self._held -= len(job.held)
-            self._pool.free_blocks(reversed(job.held))  # the tail of a prefix goes first
             return
-        self._index.unpin(GROUP, job.slots)
         state = job.state
         assert state is not None
         state.load = None
+        self._index.unpin(GROUP, job.slots)
         if not job.errors:
             return
         state.load_limit = job.start

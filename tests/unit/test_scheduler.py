@@ -332,6 +332,42 @@ def test_a_report_that_comes_twice_counts_once() -> None:
     engine.check_idle()
 
 
+def test_a_fault_at_the_end_of_one_save_holds_no_blocks_and_loses_no_other_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(budget=64)
+    freeze(engine)
+    for seed, policy in enumerate(("memcpy", "staged")):  # a job each: different policies are never one
+        engine.add(tokens(32, seed), 1, params={"pega": {"save_policy": policy}})
+    for _ in range(8):
+        engine.step()
+    jobs = list(engine.pega._jobs)
+    assert len(jobs) == 2 and engine.pega.has_pending_saves()
+    publish = engine.pega._index.publish
+
+    class Faulty:
+        """The index, whose first publish fails."""
+
+        failed = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(index, name)
+
+        def publish(self, *args: Any) -> None:
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError("injected")
+            publish(*args)
+
+    index = engine.pega._index
+    monkeypatch.setattr(engine.pega, "_index", Faulty())
+    monkeypatch.setattr(guard, "faults", 0)
+    engine.pega.update(PegaWorkerMetadata([((0, 0), job, "") for job in jobs]))
+    assert guard.faults == 1
+    assert not engine.pega.has_pending_saves() and not engine.pega._jobs
+    assert engine.pega.counts()["ready"] == 2  # the other's
+
+
 def test_a_full_pool_drops_what_has_no_room() -> None:
     engine = make_engine(host_slots=(2,), budget=64)
     freeze(engine)
