@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .config import ENV_PREFIX, ConfigError, PegaConfig
+from .config import ENV_PREFIX, ConfigError, PegaConfig, read_bounded
 from .gpu import gpu_name
 from .profile import load_profile
 
@@ -65,7 +65,7 @@ def _read(argument: str) -> str:
     if argument.lstrip().startswith(("{", "[")) or not argument.strip():
         return argument
     try:
-        return Path(argument).read_text(encoding="utf-8")
+        return read_bounded(Path(argument)).decode()
     except (OSError, UnicodeDecodeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else "not a text file"
         raise ConfigError([f"{argument[:60]!r} is neither a JSON object nor a readable file ({why})"]) from None
@@ -87,6 +87,10 @@ def _parse(text: str) -> dict[str, Any]:
         raise ConfigError([f"not valid JSON: {error.msg} at {where}{mend}"]) from None
     except RecursionError:
         raise ConfigError(["not a configuration: nested too deeply"]) from None
+    except ConfigError:
+        raise
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        raise ConfigError(["not a configuration: a number has too many digits"]) from None
     if not isinstance(value, dict):
         raise ConfigError([f"a configuration is a JSON object, not {type(value).__name__}"])
     return value

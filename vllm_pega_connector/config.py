@@ -8,6 +8,7 @@ vLLM nor the native module.
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,15 @@ class ConfigError(ValueError):
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
         super().__init__("invalid PegaConnector configuration:\n  " + "\n  ".join(self.problems))
+
+
+def read_bounded(path: Path, limit: int = 1 << 20) -> bytes:
+    """A small file's bytes. Raises OSError, also for more than `limit`: /dev/zero would fill the memory first."""
+    with path.open("rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit >> 10} KiB")
+    return data
 
 
 # --- values ---------------------------------------------------------------------------------------------------
@@ -142,7 +152,7 @@ class MigrationConfig(_Model):
             return None
         path = Path(self.auth_token_file).expanduser()
         try:
-            token = path.read_bytes().strip()
+            token = read_bounded(path).strip()
         except OSError as error:
             raise ConfigError([f"migration.auth_token_file: cannot read {path}: {error.strerror}"]) from None
         if not token:

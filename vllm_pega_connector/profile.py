@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from .config import ConfigError
+from .config import ConfigError, read_bounded
 
 BUILT_IN = Path(__file__).parent / "profiles"
 Backend = Literal["memcpy", "kernel", "chunked", "staged"]
@@ -114,7 +114,7 @@ def read_profile(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A validated profile, every default filled in. Raises ConfigError naming the first thing wrong with it."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError([f"device_profile: cannot read {path}: {why}"]) from None
