@@ -86,7 +86,7 @@ class PegaWorker:
             layout_identity(kv_caches.items(), blocks),
         )
         logger.info(
-            "PegaConnector: %s, host pool %.2f GiB = %d slots of %d KiB (GPU cache: %d blocks), "
+            "PegaConnector: %s, host pool %.3g GiB = %d slots of %d KiB (GPU cache: %d blocks), "
             "%d fragments per block, profile %s, load %s, save %s, objective %s",
             device.name, sum(n * s for n, s in zip(slots, classes, strict=True)) / 2**30, sum(slots),
             classes[-1] // 1024, blocks, layouts[0].segments_per_block, profile.name,
@@ -95,7 +95,7 @@ class PegaWorker:
         if sum(slots) < blocks:
             logger.warning(
                 "PegaConnector: the host pool (%d blocks) is smaller than the GPU's KV cache (%d blocks), so it will "
-                "mostly churn; raise host_pool_gib above %.2f",
+                "mostly churn; raise host_pool_gib above %.3g",
                 sum(slots), blocks, gpu_bytes / 2**30,
             )  # fmt: skip
 
