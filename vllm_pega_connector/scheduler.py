@@ -104,7 +104,7 @@ class PegaScheduler:
         self._requests: dict[str, RequestState] = {}
         self._jobs: dict[int, Job] = {}
         self._next_job = 1
-        self._batches: dict[PolicyConfig | None, SaveBatch] = {}
+        self._batches: dict[tuple[PolicyConfig | None, int], SaveBatch] = {}  # by policy and epoch
         self._new_loads: list[TransferJob] = []
         self._cancel: list[int] = []
         self._held = 0
@@ -377,9 +377,7 @@ class PegaScheduler:
         hashes = state.request.block_hashes
         slots = self._index.reserve(GROUP, b"".join([hashes[i] for i in wanted]), state.last_slot)
         policy = state.params.save_policy
-        batch = self._batches.get(policy)
-        if batch is None:
-            batch = self._batches[policy] = SaveBatch(policy, self._epoch)
+        batch = self._batches.setdefault((policy, self._epoch), SaveBatch(policy, self._epoch))
         held = []
         for i, slot in zip(wanted, np.frombuffer(slots, np.uint32).tolist(), strict=True):
             if slot == NO_SLOT:

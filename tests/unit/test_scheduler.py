@@ -440,6 +440,24 @@ def test_reset_while_a_save_is_in_flight_does_not_publish_it() -> None:
     engine.check_idle()
 
 
+def test_what_is_collected_before_and_after_a_reset_goes_in_two_jobs() -> None:
+    """Else one block could stand twice in a job, and the old half would be stored with the new."""
+    engine = make_engine(gpu_blocks=16)
+    freeze(engine)
+    first = engine.add(tokens(32), 1)
+    other = engine.add(tokens(33), 8)
+    sends = sent(engine)
+    while not first.is_finished():
+        engine.step()  # its blocks are collected, and wait for the next step
+    assert other.num_computed_tokens == 33
+    assert not engine.reset(connector=True)
+    engine.step()  # the other request holds the same blocks, whose keys are unknown again
+    saves = [job for metadata in sends for job in metadata.jobs]
+    assert [len(job.moves) // 12 for job in saves] == [2, 2]
+    assert saves[0].keys == saves[1].keys
+    finish(engine)
+
+
 def test_reset_lets_go_of_an_answer_not_yet_taken() -> None:
     engine = warm_engine(tokens(40))
     request = engine.add(tokens(40), 1)
