@@ -48,6 +48,15 @@ class PegaWorker:
         from vllm_pega_connector.devices import open_device
         from vllm_pega_connector.profile import load_profile
 
+        if self._engine is not None:
+            # vLLM keeps one connector per process. Moving on to the new tensors would hand one engine the other's KV.
+            if _addresses(kv_caches) == _addresses(self._kv_caches):
+                return
+            raise RuntimeError(
+                "PegaConnector: this process already has an engine whose KV is registered, and vLLM keeps one connector "
+                "per process; shut that engine down first, or run each in a process of its own "
+                "(VLLM_ENABLE_V1_MULTIPROCESSING=1, the default)"
+            )
         self._rank = compat.worker_rank()
         self._kv_caches = kv_caches
         blocks = self._kv_cache_config.num_blocks
@@ -185,6 +194,10 @@ class PegaWorker:
     def shutdown(self) -> None:
         if self._engine is not None and not self._engine.close(timeout_s=self._config.transfer_timeout_s):
             logger.error("PegaConnector: transfers were still in flight at shutdown; their memory stays mapped")
+
+
+def _addresses(kv_caches: dict[str, Any]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in kv_caches.items()}
 
 
 def _slots_per_class(budget: int, classes: list[int], group_classes: Iterable[int]) -> list[int]:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker side by itself: what it does when vLLM registers KV tensors more than once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_pega_connector import compat
+from vllm_pega_connector.config import PegaConfig
+from vllm_pega_connector.worker import PegaWorker
+
+BLOCKS = 4
+
+
+def kv() -> dict[str, torch.Tensor]:
+    return {"layer.0": torch.zeros(BLOCKS, 2, 32, 8)}
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> PegaWorker:
+    monkeypatch.setattr(compat, "worker_rank", lambda: (0, 0))
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, nnodes=1)
+    groups = [SimpleNamespace(layer_names=["layer.0"])]
+    return PegaWorker(
+        SimpleNamespace(parallel_config=parallel),
+        SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=groups),
+        PegaConfig.from_extra_config({"host_pool_gib": 0.001}, env={}),
+    )
+
+
+def test_registered_again_the_same_tensors_change_nothing(worker: PegaWorker) -> None:
+    caches = kv()
+    worker.register(caches)
+    engine, handshake = worker._engine, worker.handshake
+    worker.register(dict(caches))
+    assert worker._engine is engine and worker.handshake == handshake is not None
+    worker.shutdown()
+
+
+def test_a_second_engine_in_one_process_is_refused(worker: PegaWorker) -> None:
+    """Else the first engine's requests would be given the second one's KV."""
+    first = kv()
+    worker.register(first)
+    engine = worker._engine
+    with pytest.raises(RuntimeError, match="one connector per process; shut that engine down first"):
+        worker.register(kv())
+    assert worker._engine is engine and worker._kv_caches is first
+    worker.shutdown()
