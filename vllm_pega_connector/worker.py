@@ -53,7 +53,7 @@ class PegaWorker:
             if _addresses(kv_caches) == _addresses(self._kv_caches):
                 return
             raise RuntimeError(
-                "PegaConnector: this process already has an engine whose KV is registered, and vLLM keeps one connector "
+                "PegaConnector: this process already has an engine with registered KV, and vLLM keeps one connector "
                 "per process; shut that engine down first, or run each in a process of its own "
                 "(VLLM_ENABLE_V1_MULTIPROCESSING=1, the default)"
             )
