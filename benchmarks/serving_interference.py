@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode latency beside transfers, on a real vLLM engine in this process.
 
-While the engine decodes, a paced native transfer engine of the connector's own kind moves shuffled fragments of the
-instance's KV cache, both ways, every period. Each mode is measured in several rounds of rotated order, with runs
-without any transfer first, in the middle and last: their spread is the noise, and it is printed. Beside latency stand
-the rate reached and the time a burst took, since a throttled copy always looks gentle.
+While the engine decodes, a paced native transfer engine of the connector's own kind moves fragments of the instance's
+KV cache, both ways, every period: shuffled blocks of 16 fragments each, as of 16 layers. "wall" is the time between
+steps; "gpu" that of the step's CUDA graph, by events around its replay. Each mode is measured in several rounds of
+rotated order, with runs without any transfer first, in the middle and last: their spread is the noise, and it is
+printed. Beside latency stand the rate reached and the time a burst took, since a throttled copy always looks gentle.
 
     python benchmarks/serving_interference.py --model qwen3-4b --json interference.json
 
@@ -52,7 +53,8 @@ SHAPES = {
         "attention_bias": False,
     }
 }
-SPREAD = 4  # fragments on the GPU for every one that moves, so that moves are scattered
+SPREAD = 4  # blocks on the GPU for every one that moves, so that moves are scattered
+SEGMENTS = 16  # fragments of a block, each in an area of its own
 NONE = "no transfer"
 
 
@@ -132,35 +134,20 @@ class Server:
         self._count = itertools.count()
 
     def _time_steps(self, cuda: Any) -> None:
-        """Events around what the worker enqueues for one step: the forward and, where it is apart, the sampling."""
-        started: list[Any] = []
+        """Events around each replay of a CUDA graph: the step on the GPU, without what the CPU prepares before it."""
+        replay = cuda.CUDAGraph.replay
 
-        def mark() -> Any:
-            event = cuda.Event(enable_timing=True)
-            event.record()
-            return event
+        def timed(graph: Any) -> None:
+            start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            start.record()
+            replay(graph)
+            end.record()
+            self._events.append((start, end))
 
-        execute, sample = self.worker.execute_model, getattr(self.worker, "sample_tokens", None)
-
-        def execute_model(*args: Any, **kwargs: Any) -> Any:
-            started.append(mark())
-            output = execute(*args, **kwargs)
-            if output is not None or sample is None:
-                self._events.append((started.pop(), mark()))
-            return output
-
-        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            output = sample(*args, **kwargs)
-            if started:
-                self._events.append((started.pop(), mark()))
-            return output
-
-        self.worker.execute_model = execute_model
-        if sample is not None:
-            self.worker.sample_tokens = sample_tokens
+        cuda.CUDAGraph.replay = timed
 
     def decode(self, batch: int, context: int, steps: int, warm_up: int) -> tuple[list[float], list[float]]:
-        """(milliseconds between decode steps on the wall, milliseconds of each on the GPU) of one pure decode."""
+        """(milliseconds between decode steps on the wall, milliseconds of each graph on the GPU) of one pure decode."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True, detokenize=False)
@@ -173,9 +160,9 @@ class Server:
             self.engine.step()
             stamps.append(time.perf_counter())
         skip = warm_up + len(stamps) - steps  # prefill steps, then warm-up
-        if self.cuda:
+        if self._events:
             self._events[-1][1].synchronize()
-        gpu = [start.elapsed_time(end) for start, end in self._events[skip + 1 :]]
+        gpu = [start.elapsed_time(end) for start, end in self._events[warm_up:]]
         return (np.diff(stamps)[skip:] * 1e3).tolist(), gpu
 
 
@@ -190,16 +177,18 @@ class Stress:
         self._native = _native
         self._period_s = period_s
         self._sides = ("load", "save") if directions == "both" else (directions,)
-        self.bytes_per_burst = fragments * size * len(self._sides)
-        half = fragments * SPREAD
+        count = fragments // SEGMENTS
+        self.bytes_per_burst = count * SEGMENTS * size * len(self._sides)
+        half = count * SPREAD
         # The end of a layer's memory: blocks that a few decode streams never reach.
         room = kv.untyped_storage().nbytes() if kv.storage_offset() == 0 else kv.numel() * kv.element_size()
-        need = 2 * half * size
-        if room < 2 * need:
-            raise SystemExit(f"the KV cache of a layer has {room >> 20} MiB; {2 * need >> 20} MiB are needed")
-        base = kv.data_ptr() + (room - need) // 4096 * 4096
-        layout = _native.GroupLayout([_native.Segment(base, size, size, 0)], 2 * half)
-        self._pool = _native.HostPool([(size, 2 * fragments)], prefault=True)
+        area = 2 * half * size
+        if room < 2 * area * SEGMENTS:
+            raise SystemExit(f"the KV cache of a layer has {room >> 20} MiB; {2 * area * SEGMENTS >> 20} are needed")
+        base = kv.data_ptr() + (room - area * SEGMENTS) // 4096 * 4096
+        segments = [_native.Segment(base + i * area, size, size, 0) for i in range(SEGMENTS)]
+        layout = _native.GroupLayout(segments, 2 * half)
+        self._pool = _native.HostPool([(size * SEGMENTS, 2 * count)], prefault=True)
         device = open_device(kv.device)
         device.register_pool(self._pool)
         self._stream = device.current_stream
@@ -209,9 +198,9 @@ class Stress:
         rng = np.random.default_rng(0)
         self._moves = {}
         for k, side in enumerate(("load", "save")):
-            blocks = rng.permutation(half)[:fragments] + k * half
-            slots = np.arange(fragments) + k * fragments
-            self._moves[side] = np.stack([np.zeros(fragments), blocks, slots], 1).astype(np.uint32, order="C")
+            blocks = rng.permutation(half)[:count] + k * half
+            slots = np.arange(count) + k * count
+            self._moves[side] = np.stack([np.zeros(count), blocks, slots], 1).astype(np.uint32, order="C")
         self._jobs = itertools.count(1)
 
     def run(self, mode: Mode, stop: threading.Event) -> dict[str, Any]:
@@ -316,13 +305,16 @@ def main() -> None:
     parser.add_argument("--burst-kib", type=int, default=65536, help="per direction and burst")
     parser.add_argument("--directions", choices=("both", "load", "save"), nargs="+", default=["both"])
     parser.add_argument("--modes", nargs="*", help="only modes whose name contains one of these")
+    parser.add_argument("--policy", action="append", type=json.loads, default=[], metavar="JSON",
+                        help='one more mode, for example \'{"backend": "staged", "spread_us": 10000}\'')  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=512)
     parser.add_argument("--warm-up", type=int, default=32)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    modes = [m for m in MODES if not args.modes or any(word in m.name for word in args.modes)]
+    modes = [m for m in MODES if args.modes is None or any(word in m.name for word in args.modes)]
+    modes += [Mode(", ".join(map(str, policy.values())), policy) for policy in args.policy]
     if not modes:
         parser.error(f"--modes {args.modes} names none of: {', '.join(m.name for m in MODES)}")
     server = Server(args.model, max(args.contexts) + args.steps + 16, max(args.batches))

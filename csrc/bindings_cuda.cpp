@@ -47,8 +47,9 @@ int cuda_architecture(int ordinal) {
 
 void construct(CudaDevice* self, int ordinal, const nb::bytes& cubin, uint64_t stage_bytes,
                uint32_t inflight_chunks, uint32_t copies_per_slice, uint32_t slice_pause_us,
-               bool batch_copies, FakeDriver* fake) {
-  const CudaOptions options{stage_bytes, inflight_chunks, copies_per_slice, slice_pause_us, batch_copies};
+               bool batch_copies, uint32_t ask_driver_us, FakeDriver* fake) {
+  const CudaOptions options{stage_bytes,    inflight_chunks, copies_per_slice,
+                            slice_pause_us, batch_copies,    ask_driver_us};
   new (self) CudaDevice(fake ? fake->table() : load_cuda_driver(), ordinal,
                         std::string(cubin.c_str(), cubin.size()), options);
 }
@@ -110,7 +111,7 @@ void bind_cuda(nb::module_& m) {
   m.def("cuda_architecture", &cuda_architecture, "ordinal"_a);
 
   nb::class_<FakeDriver>(m, "FakeDriver")
-      .def(nb::init<uint64_t, uint32_t>(), "seed"_a, "eagerness"_a = 3)
+      .def(nb::init<uint64_t, uint32_t, bool>(), "seed"_a, "eagerness"_a = 3, "writes_words"_a = true)
       .def("fail", &FakeDriver::fail, "nth"_a, "result"_a)
       .def("fail_from", &FakeDriver::fail_from, "nth"_a, "result"_a)
       .def("settle", &FakeDriver::settle)
@@ -132,7 +133,8 @@ void bind_cuda(nb::module_& m) {
       .def("__init__", &construct, "ordinal"_a, "cubin"_a, nb::kw_only(),
            "stage_bytes"_a = defaults.stage_bytes, "inflight_chunks"_a = defaults.inflight_chunks,
            "copies_per_slice"_a = defaults.copies_per_slice, "slice_pause_us"_a = defaults.slice_pause_us,
-           "batch_copies"_a = defaults.batch_copies, "driver"_a = nb::none(), nb::keep_alive<1, 9>())
+           "batch_copies"_a = defaults.batch_copies, "ask_driver_us"_a = defaults.ask_driver_us,
+           "driver"_a = nb::none(), nb::keep_alive<1, 10>())
       .def("register_host", &CudaDevice::register_host, "address"_a, "nbytes"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def("unregister_host", &CudaDevice::unregister_host, "address"_a,

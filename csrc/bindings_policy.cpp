@@ -31,22 +31,12 @@ void each(const nb::dict& from, const char* key, Visit visit) {
   for (nb::handle row : rows) visit(nb::cast<nb::dict>(row));
 }
 
+// Microseconds by the name of the backend.
 void read_by_backend(const nb::dict& from, const char* key, std::array<double, kBackends>* to) {
   const nb::object values = child(from, key);
   if (values.is_none()) return;
   const auto by_backend = nb::cast<nb::dict>(values);
   for (auto [backend, value] : by_backend) {
-    const auto name = nb::cast<std::string>(backend);
-    read(by_backend, name.c_str(), &(*to)[static_cast<int>(parse_backend(name))]);
-  }
-}
-
-// Microseconds by the name of the backend.
-void read_costs(const nb::dict& from, const char* key, std::array<double, kBackends>* to) {
-  const nb::object costs = child(from, key);
-  if (costs.is_none()) return;
-  const auto by_backend = nb::cast<nb::dict>(costs);
-  for (auto [backend, cost] : by_backend) {
     const auto name = nb::cast<std::string>(backend);
     read(by_backend, name.c_str(), &(*to)[static_cast<int>(parse_backend(name))]);
   }
@@ -67,8 +57,6 @@ DirectionProfile read_direction(const nb::dict& from) {
     read(row, "gib_per_s", &p.gib_per_s);
     read(row, "chunk_descriptors", &p.chunk_descriptors);
     read(row, "chunk_bytes", &p.chunk_bytes);
-    read(row, "chunk_descriptors", &p.chunk_descriptors);
-    read(row, "chunk_bytes", &p.chunk_bytes);
     d.curve.push_back(p);
   });
   each(from, "interference", [&](const nb::dict& row) {
@@ -79,8 +67,6 @@ DirectionProfile read_direction(const nb::dict& from) {
     read(row, "grid", &p.grid);
     read(row, "chunk_descriptors", &p.chunk_descriptors);
     read(row, "p99_growth", &p.p99_growth);
-    read(row, "chunk_bytes", &p.chunk_bytes);
-    read(row, "range_bytes", &p.range_bytes);
     read(row, "chunk_bytes", &p.chunk_bytes);
     read(row, "range_bytes", &p.range_bytes);
     d.interference.push_back(p);
@@ -145,17 +131,18 @@ void bind_policy(nb::module_& m) {
       .def(
           "__init__",
           [](PolicySpec* self, const std::string& backend, uint32_t max_grid_blocks,
-             uint32_t chunk_descriptors, uint64_t chunk_bytes, uint32_t inflight_chunks) {
+             uint32_t chunk_descriptors, uint64_t chunk_bytes, uint32_t inflight_chunks, int64_t spread_us) {
             new (self) PolicySpec{parse_backend(backend), max_grid_blocks, chunk_descriptors, chunk_bytes,
-                                  inflight_chunks};
+                                  inflight_chunks,        spread_us};
           },
           nb::arg("backend") = "auto", nb::arg("max_grid_blocks") = 0, nb::arg("chunk_descriptors") = 0,
-          nb::arg("chunk_bytes") = 0, nb::arg("inflight_chunks") = 0)
+          nb::arg("chunk_bytes") = 0, nb::arg("inflight_chunks") = 0, nb::arg("spread_us") = -1)
       .def_prop_ro("backend", [](const PolicySpec& p) { return to_string(p.backend); })
       .def_ro("max_grid_blocks", &PolicySpec::max_grid_blocks)
       .def_ro("chunk_descriptors", &PolicySpec::chunk_descriptors)
       .def_ro("chunk_bytes", &PolicySpec::chunk_bytes)
-      .def_ro("inflight_chunks", &PolicySpec::inflight_chunks);
+      .def_ro("inflight_chunks", &PolicySpec::inflight_chunks)
+      .def_ro("spread_us", &PolicySpec::spread_us);
 
   nb::class_<TransferShape>(m, "TransferShape")
       .def(
@@ -182,6 +169,7 @@ void bind_policy(nb::module_& m) {
       .def_ro("chunk_descriptors", &TransferDecision::chunk_descriptors)
       .def_ro("chunk_bytes", &TransferDecision::chunk_bytes)
       .def_ro("inflight_chunks", &TransferDecision::inflight_chunks)
+      .def_ro("spread_us", &TransferDecision::spread_us)
       .def_ro("reason", &TransferDecision::reason);
 
   nb::class_<DeviceProfile>(m, "DeviceProfile")

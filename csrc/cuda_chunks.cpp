@@ -35,10 +35,11 @@ Ticket CudaDevice::submit(const Chunk& chunk) {
   op.chunk = chunk;
   op.ticket = ++tickets_ << (kSlotBits + 1) | static_cast<uint64_t>(chunk.direction) << kSlotBits |
               chunk.inflight_slot;
-  op.staged = op.drain_recorded = false;
+  op.staged = false;
   op.range = 0;
   op.range_done = op.stage_end = 0;
-  op.slices = op.failed_polls = 0;
+  op.first_slice = op.marked;
+  op.failed_polls = 0;
   op.resume = {};
   CudaStats& seen = stats(op);
   ++seen.chunks[static_cast<int>(chunk.backend)];
@@ -82,9 +83,10 @@ bool CudaDevice::start(Operation& op) {
   }
   if (chunk.backend != Backend::kMemcpy && (!op.staged || chunk.direction == Direction::kSave)) {
     if (!launch(op)) return false;
-    if (!op.staged) return true;
-    if (!succeeded("cuStreamWaitEvent", cu_.cuStreamWaitEvent(lane(op).dma, op.kernel_event, 0)))
-      return false;
+    if (!op.staged) {
+      op.phase = Phase::kRunning;
+      return mark(op);
+    }
   }
   op.phase = Phase::kCopying;
   return advance(op);
@@ -97,23 +99,25 @@ bool CudaDevice::stageable(const Chunk& chunk, const PieceList& list) const {
 
 // Submits the next slice of copies if it is time, and what follows the last one. False on failure.
 bool CudaDevice::advance(Operation& op) {
-  if (op.slices > 0 && std::chrono::steady_clock::now() < op.resume) return true;
-  if (op.slices >= 2) {
+  if (op.marked != op.first_slice) {
+    if (std::chrono::steady_clock::now() < op.resume) return true;
     // At most two slices are queued: a full channel makes the driver wait with its lock held.
-    const CuResult result = cu_.cuEventQuery(op.slice_event[op.slices % 2]);
-    if (result == kCuNotReady) return true;
-    if (!succeeded("cuEventQuery", result)) return false;
+    if (op.marked - op.first_slice >= 2) {
+      const Progress progress = ended(op, op.marked - 1);
+      if (progress != Progress::kDone) return progress == Progress::kPending;
+    }
   }
+  const bool again =
+      op.marked != op.first_slice;  // the first is within submit(), which counts the time itself
   const uint64_t begun = now_ns();
-  if (!submit_slice(op)) return false;
-  if (op.slices > 1) stats(op).submit_ns += now_ns() - begun;  // the first is within submit()
+  if (!enter() || !submit_slice(op)) return false;
+  const bool all = op.range == op.chunk.count;
+  if (all && op.staged && op.chunk.direction == Direction::kLoad && !launch(op)) return false;
+  if (!mark(op)) return false;
+  if (again) stats(op).submit_ns += now_ns() - begun;
   op.resume = std::chrono::steady_clock::now() + std::chrono::microseconds(options_.slice_pause_us);
-  if (op.range < op.chunk.count) return true;
-  op.last_event = op.slice_event[(op.slices - 1) % 2];
-  op.phase = Phase::kRunning;
-  if (!op.staged || op.chunk.direction == Direction::kSave) return true;
-  return succeeded("cuStreamWaitEvent", cu_.cuStreamWaitEvent(lane(op).kernel, op.last_event, 0)) &&
-         launch(op);
+  if (all) op.phase = Phase::kRunning;
+  return true;
 }
 
 bool CudaDevice::submit_slice(Operation& op) {
@@ -129,25 +133,25 @@ bool CudaDevice::submit_slice(Operation& op) {
   const uint32_t copies = static_cast<uint32_t>(bytes_.size());
   stats(op).copies += copies;
   stats(op).max_copies_per_slice = std::max(stats(op).max_copies_per_slice, copies);
-  return succeeded("cuEventRecord", cu_.cuEventRecord(op.slice_event[op.slices++ % 2], lane(op).dma));
+  return true;
 }
 
 bool CudaDevice::copy_slice(Operation& op) {
-  const CuStream dma = lane(op).dma;
+  const CuStream stream = op.stream;
   if (bytes_.size() > 1 && options_.batch_copies && cu_.cuMemcpyBatchAsync) {
     CuCopyAttributes attributes;
     size_t first = 0;
     return succeeded("cuMemcpyBatchAsync",
                      cu_.cuMemcpyBatchAsync(to_.data(), from_.data(), bytes_.data(), bytes_.size(),
-                                            &attributes, &first, 1, dma));
+                                            &attributes, &first, 1, stream));
   }
   for (size_t i = 0; i < bytes_.size(); ++i) {
     const bool copied =
         op.chunk.direction == Direction::kLoad
             ? succeeded("cuMemcpyHtoDAsync",
-                        cu_.cuMemcpyHtoDAsync(to_[i], reinterpret_cast<void*>(from_[i]), bytes_[i], dma))
+                        cu_.cuMemcpyHtoDAsync(to_[i], reinterpret_cast<void*>(from_[i]), bytes_[i], stream))
             : succeeded("cuMemcpyDtoHAsync",
-                        cu_.cuMemcpyDtoHAsync(reinterpret_cast<void*>(to_[i]), from_[i], bytes_[i], dma));
+                        cu_.cuMemcpyDtoHAsync(reinterpret_cast<void*>(to_[i]), from_[i], bytes_[i], stream));
     if (!copied) return false;
   }
   return true;
@@ -183,17 +187,49 @@ bool CudaDevice::launch(Operation& op) {
   LaunchShape shape = shape_launch(count, std::min(op.chunk.grid, max_grid_));
   uint64_t pieces = op.pieces_device, base = op.staged ? op.stage : host_.base();
   void* arguments[] = {&pieces, &count, &shape.batch, &base, &aligned};
-  const CuStream stream = lane(op).kernel;
   if (!succeeded("cuLaunchKernel", cu_.cuLaunchKernel(lane(op).function, shape.grid, 1, 1, kThreadsPerBlock,
-                                                      1, 1, 0, stream, arguments, nullptr))) {
+                                                      1, 1, 0, op.stream, arguments, nullptr))) {
     return false;
   }
   CudaStats& seen = stats(op);
   ++seen.launches;
   seen.max_grid = std::max(seen.max_grid, shape.grid);
-  op.last_event = op.kernel_event;
-  op.phase = Phase::kRunning;
-  return succeeded("cuEventRecord", cu_.cuEventRecord(op.kernel_event, stream));
+  return true;
+}
+
+// Ends a slice: the stream will say so.
+bool CudaDevice::mark(Operation& op) {
+  ++op.marked;
+  op.ask = std::chrono::steady_clock::now() + ask_every();
+  if (!writes_words_) return true;
+  const CuResult result = cu_.cuStreamWriteValue32(op.stream, op.word_device, op.marked, 0);
+  if (result != kCuNotSupported) return succeeded("cuStreamWriteValue32", result);
+  writes_words_ = false;  // an old driver or a virtual GPU; asking the driver works everywhere
+  return true;
+}
+
+// Whether the first `slices` (counted as `marked` is) have ended. Costs no driver call as long as the GPU
+// writes its words; where it has long written none, or cannot, the driver is asked: it knows of errors too.
+Progress CudaDevice::ended(Operation& op, uint32_t slices) {
+  const auto reached = [&] { return static_cast<int32_t>(op.ended - slices) >= 0; };
+  if (writes_words_) op.ended = op.word->ended.load(std::memory_order_acquire);
+  if (reached()) return Progress::kDone;
+  if (writes_words_) {
+    const auto now = std::chrono::steady_clock::now();
+    if (now < op.ask) return Progress::kPending;
+    op.ask = now + ask_every();
+  }
+  const Progress progress = query(op);
+  if (progress == Progress::kDone) op.ended = op.marked;
+  return progress;
+}
+
+// What the driver says of all that was queued for the operation.
+Progress CudaDevice::query(Operation& op) {
+  if (!enter()) return Progress::kFailed;
+  const CuResult result = cu_.cuStreamQuery(op.stream);
+  if (result == kCuNotReady) return Progress::kPending;
+  return succeeded("cuStreamQuery", result) ? Progress::kDone : Progress::kFailed;
 }
 
 Progress CudaDevice::poll(Ticket ticket) {
@@ -202,37 +238,22 @@ Progress CudaDevice::poll(Ticket ticket) {
   Operation& op = lanes_[ticket >> kSlotBits & 1].operations.at(slot);
   if (op.ticket != ticket) return Progress::kFailed;  // retired already
   if (op.phase == Phase::kRefused || dead_) return retire(op, Progress::kFailed);
-  if (!enter()) {
-    give_up(op);
-    return Progress::kPending;
-  }
   if (op.phase == Phase::kCopying && !advance(op)) op.phase = Phase::kDraining;
   if (op.phase == Phase::kRunning) {
-    const CuResult result = cu_.cuEventQuery(op.last_event);
-    if (result == kCuSuccess) return retire(op, Progress::kDone);
-    if (result != kCuNotReady && !succeeded("cuEventQuery", result)) op.phase = Phase::kDraining;
+    const Progress progress = ended(op, op.marked);
+    if (progress == Progress::kDone) return retire(op, Progress::kDone);
+    if (progress == Progress::kFailed) op.phase = Phase::kDraining;
   }
   if (op.phase == Phase::kDraining && drained(op)) return retire(op, Progress::kFailed);
   return dead_ ? retire(op, Progress::kFailed) : Progress::kPending;
 }
 
-// Whether nothing of a failed chunk can still touch memory: fresh events behind all that was queued.
+// Whether nothing of a failed chunk can still touch memory. Its word may say that a slice ended that was
+// followed by more, so it is not asked.
 bool CudaDevice::drained(Operation& op) {
-  if (!op.drain_recorded) {
-    op.drain_recorded = succeeded("cuEventRecord", cu_.cuEventRecord(op.slice_event[0], lane(op).dma)) &&
-                        succeeded("cuEventRecord", cu_.cuEventRecord(op.kernel_event, lane(op).kernel));
-    if (!op.drain_recorded) give_up(op);
-    return false;
-  }
-  for (CuEvent event : {op.slice_event[0], op.kernel_event}) {
-    const CuResult result = cu_.cuEventQuery(event);
-    if (result == kCuNotReady) return false;
-    if (!succeeded("cuEventQuery", result)) {
-      give_up(op);
-      return false;
-    }
-  }
-  return true;
+  const Progress progress = query(op);
+  if (progress == Progress::kFailed) give_up(op);
+  return progress == Progress::kDone;
 }
 
 // After too many failures in a row the device takes no more work, and waiting for the streams tells whether

@@ -52,24 +52,28 @@ void CudaDevice::create(const std::string& cubin) {
   max_grid_ = std::max(1, multiprocessors) * (2048 / kThreadsPerBlock);  // as many as could ever be resident
   require("cuModuleLoadData", cu_.cuModuleLoadData(&module_, cubin.data()));
   const uint64_t list_length = piece_capacity(kMaxDescriptors, kMaxChunkBytes);
+  const size_t words_bytes = kDirections * options_.inflight_chunks * sizeof(Word);
+  require("cuMemHostAlloc", cu_.cuMemHostAlloc(&words_, words_bytes, kCuHostPortable | kCuHostDeviceMap));
+  uint64_t words_device = 0;
+  require("cuMemHostGetDevicePointer", cu_.cuMemHostGetDevicePointer(&words_device, words_, 0));
+  writes_words_ = static_cast<bool>(cu_.cuStreamWriteValue32);
+  Word* word = static_cast<Word*>(words_);
   for (int d = 0; d < kDirections; ++d) {
     Lane& lane = lanes_[d];
     const bool load = static_cast<Direction>(d) == Direction::kLoad;
     require("cuModuleGetFunction",
             cu_.cuModuleGetFunction(&lane.function, module_, load ? "pega_load" : "pega_save"));
-    require("cuStreamCreate", cu_.cuStreamCreate(&lane.dma, kCuStreamNonBlocking));
-    require("cuStreamCreate", cu_.cuStreamCreate(&lane.kernel, kCuStreamNonBlocking));
     lane.operations.resize(options_.inflight_chunks);
     for (Operation& op : lane.operations) {
+      op.word = new (word++) Word;
+      op.word_device = words_device + (reinterpret_cast<char*>(op.word) - static_cast<char*>(words_));
+      require("cuStreamCreate", cu_.cuStreamCreate(&op.stream, kCuStreamNonBlocking));
       require("cuMemAlloc", cu_.cuMemAlloc(&op.stage, options_.stage_bytes + kStageSlack));
       void* list = nullptr;
       require("cuMemHostAlloc",
               cu_.cuMemHostAlloc(&list, list_length * sizeof(Piece), kCuHostPortable | kCuHostDeviceMap));
       op.pieces = static_cast<Piece*>(list);
       require("cuMemHostGetDevicePointer", cu_.cuMemHostGetDevicePointer(&op.pieces_device, list, 0));
-      for (CuEvent* event : {&op.slice_event[0], &op.slice_event[1], &op.kernel_event}) {
-        require("cuEventCreate", cu_.cuEventCreate(event, kCuEventDisableTiming));
-      }
     }
   }
   const size_t slice = std::min(options_.copies_per_slice, kMaxDescriptors);
@@ -92,12 +96,10 @@ void CudaDevice::destroy() {
     for (Operation& op : lane.operations) {
       if (op.stage) cu_.cuMemFree(op.stage);
       if (op.pieces) cu_.cuMemFreeHost(op.pieces);
-      for (CuEvent event : {op.slice_event[0], op.slice_event[1], op.kernel_event}) {
-        if (event) cu_.cuEventDestroy(event);
-      }
     }
   }
   for (CuStream stream : streams()) cu_.cuStreamDestroy(stream);
+  if (words_) cu_.cuMemFreeHost(words_);
   for (CuEvent event : events_) {
     if (event) cu_.cuEventDestroy(event);
   }
@@ -110,8 +112,8 @@ void CudaDevice::destroy() {
 std::vector<CuStream> CudaDevice::streams() const {
   std::vector<CuStream> created;
   for (const Lane& lane : lanes_) {
-    for (CuStream stream : {lane.dma, lane.kernel}) {
-      if (stream) created.push_back(stream);
+    for (const Operation& op : lane.operations) {
+      if (op.stream) created.push_back(op.stream);
     }
   }
   return created;

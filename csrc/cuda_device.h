@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The transfer engine's device on an NVIDIA GPU. Four ways to move a chunk:
 //   memcpy          one copy-engine command per range, submitted in small slices
-//   kernel/chunked  one launch of a copy kernel that reads or writes the host pool directly
-//   (csrc/copy_kernels.cu) staged          a kernel gathers into (or scatters from) a small buffer on the
-//   GPU, the copy engine moves that as
-//                   one run per run of host memory
+//   kernel/chunked  one launch of a copy kernel (csrc/copy_kernels.cu) that reads or writes the host pool
+//   staged          a kernel gathers into (or scatters from) a small buffer on the GPU; the copy engine moves
+//                   that as one run per run of host memory
+//
+// Every chunk in flight has a stream of its own, so its parts need no events between them, and the stream
+// writes a word of host memory as each slice ends: the engine thread polls that and leaves the driver's lock
+// to those who launch the model.
 #pragma once
 
 #include <array>
@@ -31,6 +34,9 @@ struct CudaOptions {
   uint32_t copies_per_slice = 32;
   uint32_t slice_pause_us = 20;
   bool batch_copies = true;  // a slice is one cuMemcpyBatchAsync where there is one
+  // How long a chunk may be in flight, without word from the GPU, until the driver is asked: errors are rare,
+  // and asking takes the driver's lock.
+  uint32_t ask_driver_us = 1000;
 };
 
 // What the device saw, for tests and tools. Per direction unless said.
@@ -86,7 +92,7 @@ class CudaDevice : public Device {
     kIdle,
     kRefused,   // never started
     kCopying,   // copy-engine commands are still to be submitted
-    kRunning,   // all is submitted, last_event tells
+    kRunning,   // all is submitted
     kDraining,  // failed; what was submitted may still run
   };
 
@@ -95,7 +101,14 @@ class CudaDevice : public Device {
   // bytes.
   static constexpr uint64_t kStageSlack = 64 << 10;
 
-  // One chunk in flight. Its copies go to the lane's `dma` stream, its launch to `kernel`.
+  // What the GPU tells of one operation: how many of its slices have ended, counted since the device was
+  // made.
+  struct Word {
+    std::atomic<uint32_t> ended{0};
+    uint32_t rest_of_cache_line[15];
+  };
+
+  // One chunk in flight.
   struct Operation {
     Phase phase = Phase::kIdle;
     Ticket ticket = 0;
@@ -109,18 +122,18 @@ class CudaDevice : public Device {
     size_t range = 0;
     uint64_t range_done = 0;
     uint64_t stage_end = 0;
-    uint32_t slices = 0;
     std::chrono::steady_clock::time_point resume{};  // no slice before this
-    std::array<CuEvent, 2> slice_event{};            // behind every second slice, on `dma`
-    CuEvent kernel_event = nullptr;                  // behind the launch, on `kernel`
-    CuEvent last_event = nullptr;                    // behind everything
-    bool drain_recorded = false;
+    CuStream stream = nullptr;
+    Word* word = nullptr;      // as the host sees it ...
+    uint64_t word_device = 0;  // ... and as the stream writes it
+    uint32_t marked = 0;       // slices whose end the stream was told to write, since the device was made
+    uint32_t ended = 0;        // of them, those seen to have ended
+    uint32_t first_slice = 0;  // `marked` when the chunk was submitted
+    std::chrono::steady_clock::time_point ask{};  // when the driver is asked, should no word come
     uint32_t failed_polls = 0;
   };
 
   struct Lane {
-    CuStream dma = nullptr;
-    CuStream kernel = nullptr;
     CuFunction function = nullptr;
     std::vector<Operation> operations;  // by inflight slot
   };
@@ -140,6 +153,10 @@ class CudaDevice : public Device {
   bool next_copy(Operation& op, uint64_t* host, uint64_t* device, uint64_t* bytes);
   bool stageable(const Chunk& chunk, const PieceList& list) const;
   bool launch(Operation& op);
+  bool mark(Operation& op);
+  Progress ended(Operation& op, uint32_t slices);
+  Progress query(Operation& op);
+  std::chrono::microseconds ask_every() const { return std::chrono::microseconds(options_.ask_driver_us); }
   bool drained(Operation& op);
   void give_up(Operation& op);
   Progress retire(Operation& op, Progress progress);
@@ -157,6 +174,8 @@ class CudaDevice : public Device {
   CudaHostMemory host_;
   std::array<Lane, kDirections> lanes_;
   std::array<CudaStats, kDirections> stats_;
+  void* words_ = nullptr;             // page-locked; one per operation
+  bool writes_words_ = false;         // whether streams can
   std::vector<CuAddress> to_, from_;  // one slice of copies
   std::vector<size_t> bytes_;
   uint32_t max_grid_ = 1;

@@ -27,6 +27,7 @@ inline constexpr CuResult kCuOutOfMemory = 2;
 inline constexpr CuResult kCuIllegalAddress = 700;
 inline constexpr CuResult kCuNotReady = 600;
 inline constexpr CuResult kCuAlreadyRegistered = 712;
+inline constexpr CuResult kCuNotSupported = 801;
 
 inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
@@ -66,7 +67,10 @@ struct CudaDriver {
   std::function<CuResult(CuStream* stream, unsigned flags)> cuStreamCreate;
   std::function<CuResult(CuStream stream)> cuStreamDestroy;
   std::function<CuResult(CuStream stream)> cuStreamSynchronize;
-  std::function<CuResult(CuStream stream, CuEvent event, unsigned flags)> cuStreamWaitEvent;
+  std::function<CuResult(CuStream stream)> cuStreamQuery;
+  // Empty where the driver has none. After all earlier work of the stream, and a system-wide fence.
+  std::function<CuResult(CuStream stream, CuAddress address, uint32_t value, unsigned flags)>
+      cuStreamWriteValue32;
   std::function<CuResult(CuEvent* event, unsigned flags)> cuEventCreate;
   std::function<CuResult(CuEvent event)> cuEventDestroy;
   std::function<CuResult(CuEvent event, CuStream stream)> cuEventRecord;

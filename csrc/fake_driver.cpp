@@ -2,6 +2,7 @@
 #include "fake_driver.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
@@ -31,9 +32,9 @@ std::string hex(uint64_t value) {
 
 }  // namespace
 
-FakeDriver::FakeDriver(uint64_t seed, uint32_t eagerness)
+FakeDriver::FakeDriver(uint64_t seed, uint32_t eagerness, bool writes_words)
     : table_(std::make_shared<CudaDriver>()), random_(seed), eagerness_(eagerness) {
-  fill_table();
+  fill_table(writes_words);
 }
 
 uint64_t FakeDriver::live() const {
@@ -94,10 +95,16 @@ void FakeDriver::run_all() {
 bool FakeDriver::run_one(Stream& stream) {
   if (stream.queue.empty()) return false;
   const Work work = stream.queue.front();
-  if (work.kind == Work::kWait && work.event->reached < work.count) return false;
   stream.queue.pop_front();
   if (work.kind == Work::kRecord) work.event->reached = std::max(work.event->reached, work.count);
   if (work.kind == Work::kKernel) run_kernel(work);
+  if (work.kind == Work::kWrite) {
+    if (char* word = seen_by_gpu(work.device, sizeof(uint32_t))) {
+      reinterpret_cast<std::atomic<uint32_t>*>(word)->store(static_cast<uint32_t>(work.count));
+    } else {
+      violate("a stream writes a word at " + hex(work.device));
+    }
+  }
   if (work.kind == Work::kCopy) {
     char* device = seen_by_gpu(work.device, work.bytes);
     if (!device || !page_locked(reinterpret_cast<uint64_t>(work.host), work.bytes)) {
@@ -170,7 +177,7 @@ char* FakeDriver::resolve(CuAddress address, uint64_t bytes) {
   return reinterpret_cast<char*>(address - kDeviceShift);
 }
 
-void FakeDriver::fill_table() {
+void FakeDriver::fill_table(bool writes_words) {
   CudaDriver& cu = *table_;
   // A handle is the address of its object.
   const auto create = [](auto& owner, auto object, void** handle) {
@@ -230,12 +237,18 @@ void FakeDriver::fill_table() {
   cu.cuStreamDestroy =
       release([this](CuStream stream) { return streams_.erase(stream) ? kCuSuccess : kInvalidHandle; });
   cu.cuStreamSynchronize = call("cuStreamSynchronize", [this](CuStream) { return run_all(), broken_; });
-  cu.cuStreamWaitEvent = call("cuStreamWaitEvent", [this](CuStream stream, CuEvent event, unsigned) {
-    Work work{Work::kWait};
-    work.event = events_.at(event).get();
-    work.count = work.event->recorded;
-    return enqueue(stream, work);
+  cu.cuStreamQuery = call("cuStreamQuery", [this](CuStream stream) {
+    auto found = streams_.find(stream);
+    if (found == streams_.end()) return kInvalidHandle;
+    return found->second->queue.empty() ? kCuSuccess : kCuNotReady;
   });
+  cu.cuStreamWriteValue32 = call(
+      "cuStreamWriteValue32", [this, writes_words](CuStream stream, CuAddress at, uint32_t value, unsigned) {
+        if (!writes_words) return kCuNotSupported;
+        Work work{Work::kWrite};
+        work.device = at, work.count = value;
+        return enqueue(stream, work);
+      });
   cu.cuEventCreate = call("cuEventCreate", [this, create](CuEvent* event, unsigned) {
     return create(events_, std::make_unique<Event>(), event), kCuSuccess;
   });

@@ -21,8 +21,9 @@ namespace pega {
 
 class FakeDriver {
  public:
-  // Each call runs 0 to `eagerness` queued operations.
-  FakeDriver(uint64_t seed, uint32_t eagerness);
+  // Each call runs 0 to `eagerness` queued operations. `writes_words`: whether streams can write a word of
+  // memory.
+  FakeDriver(uint64_t seed, uint32_t eagerness, bool writes_words = true);
   FakeDriver(const FakeDriver&) = delete;
   FakeDriver& operator=(const FakeDriver&) = delete;
 
@@ -55,10 +56,10 @@ class FakeDriver {
     uint64_t reached = 0;   // how far the streams got
   };
   struct Work {
-    enum Kind { kCopy, kKernel, kRecord, kWait } kind;
-    Event* event = nullptr;  // record, wait
-    uint64_t count = 0;      // the recording that is meant
-    CuAddress device = 0;    // copy
+    enum Kind { kCopy, kKernel, kRecord, kWrite } kind;
+    Event* event = nullptr;  // record
+    uint64_t count = 0;      // the recording that is meant; the word to write
+    CuAddress device = 0;    // copy, write
     char* host = nullptr;
     uint64_t bytes = 0;
     bool to_host = false;
@@ -70,7 +71,7 @@ class FakeDriver {
     std::deque<Work> queue;
   };
 
-  void fill_table();
+  void fill_table(bool writes_words);
   CuResult enter(const char* name);
   CuResult violate(const std::string& what);
   CuResult enqueue(CuStream stream, Work work);

@@ -56,6 +56,8 @@ struct Job {
   uint64_t submitted_bytes = 0;  // position in the stream
   uint32_t outstanding = 0;      // chunks
   double started = -1;           // first chunk submitted
+  double queued = 0;             // until the lane took it up
+  double paced_from = 0;         // when its spread began: time spent in the queue counts
   // Slots of `order` whose writing was begun, and whose bytes have all landed; with their ends in the stream.
   size_t begun = 0, landed = 0;
   uint64_t begun_end = 0, landed_end = 0;

@@ -72,8 +72,8 @@ bool Lane::step(double now, uint64_t step, std::vector<Job*>* ended) {
   if (busy_ != 0) poll_chunks();
   if (!idle()) {
     stop_late_and_broken(now);
-    admit();
-    wait_for_events(step);
+    admit(now);
+    wait_for_events(now, step);
     for (size_t ranges = 0, more; ranges < kRangesPerRound && (more = submit_next(now)) != 0;
          ranges += more) {
       moved_ = true;
@@ -135,7 +135,7 @@ void Lane::stop(Job* job, Status status, std::string error) {
 }
 
 // Jobs are planned here, before their event is ready: the time until then is free.
-void Lane::admit() {
+void Lane::admit(double now) {
   while (active_.size() < kSharingJobs && !queue_.empty()) {
     Job* job = queue_.front();
     queue_.pop_front();
@@ -143,6 +143,7 @@ void Lane::admit() {
     moved_ = true;
     if (job->state == JobState::kDraining) continue;
     job->state = JobState::kWaiting;
+    job->queued = now - job->submitted;
     planner_.plan(job->moves.data(), job->moves.size(), &job->order, &job->ranges);
     const TransferShape shape = shape_of(direction_, job->ranges);
     job->result.bytes = shape.total_bytes;
@@ -154,7 +155,7 @@ void Lane::admit() {
   }
 }
 
-void Lane::wait_for_events(uint64_t step) {
+void Lane::wait_for_events(double now, uint64_t step) {
   for (Job* job : active_) {
     if (job->state != JobState::kWaiting) continue;
     const Progress progress = events_.query(job->event, step);
@@ -166,6 +167,7 @@ void Lane::wait_for_events(uint64_t step) {
       stop(job, Status::kFailed, "a slot does not hold the key that was to be loaded from it");
     } else {
       job->state = job->ranges.empty() ? JobState::kInflight : JobState::kSubmitting;
+      job->paced_from = now - job->queued;
       events_.drop_share(job->event);
       job->event = 0;
     }
@@ -188,7 +190,7 @@ size_t Lane::submit_next(double now) {
   Job* job = nullptr;
   for (size_t i = 0; i < active_.size() && job == nullptr; ++i) {
     turn_ = turn_ < active_.size() ? turn_ : 0;
-    if (active_[turn_]->state == JobState::kSubmitting) {
+    if (active_[turn_]->state == JobState::kSubmitting && due(*active_[turn_], now)) {
       job = active_[turn_];
     } else {
       ++turn_;
@@ -219,6 +221,13 @@ size_t Lane::submit_next(double now) {
   if (job->next_range == job->ranges.size()) job->state = JobState::kInflight;
   ++turn_;
   return slot->ranges.size();
+}
+
+// Whether it is time for the job's next chunk: its bytes are spread evenly over the time its decision names.
+bool Lane::due(const Job& job, double now) const {
+  const double spread = job.decision.spread_us * 1e-6;
+  const double total = static_cast<double>(job.result.bytes);
+  return static_cast<double>(job.submitted_bytes) * spread <= total * (now - job.paced_from);
 }
 
 Lane::Slot* Lane::free_slot(const Job& job) {

@@ -46,10 +46,11 @@ class Lane {
   void poll_chunks();
   void stop_late_and_broken(double now);
   void stop(Job* job, Status status, std::string error);
-  void admit();
-  void wait_for_events(uint64_t step);
+  void admit(double now);
+  void wait_for_events(double now, uint64_t step);
   bool start(Job* job);
   size_t submit_next(double now);  // ranges submitted
+  bool due(const Job& job, double now) const;
   Slot* free_slot(const Job& job);
   bool within_bound(const Job& job, uint64_t bytes) const;
   void pack(Job* job, Slot* slot);

@@ -43,6 +43,20 @@ Rule rule_of(Objective objective, Direction direction) {
   return kStrict;
 }
 
+// How long a transfer may be stretched so that no decode step feels all of it. Whoever waits for a load waits
+// this much longer, a decode step or two; nobody waits for a save, but it holds GPU blocks meanwhile. A
+// transfer that takes longer anyway is not slowed down.
+uint32_t spread_us(Objective objective, Direction direction) {
+  const bool load = direction == Direction::kLoad;
+  switch (objective) {
+    case Objective::kThroughput: return 0;
+    case Objective::kBalanced: return load ? 5'000 : 20'000;
+    case Objective::kTail: return load ? 10'000 : 40'000;
+    case Objective::kStrict: break;
+  }
+  return load ? 20'000 : 80'000;
+}
+
 constexpr double kGrowthNoise = 0.02;  // p99 of equal decode runs differs by this much at the least (H200)
 constexpr double kTimeNoise = 0.05;    // so do single runs of the same transfer
 constexpr double kLatencyNoiseUs = 2;  // and this much is what polling for completion adds or not
@@ -141,6 +155,10 @@ TransferDecision decide(const TransferShape& given, const DeviceProfile& profile
     shape.avg_range_bytes = std::max<uint64_t>(1, shape.total_bytes / shape.ranges);
   }
   bool fixed = policy.backend != Backend::kAuto;
+  // Who names a backend gets just that, unless a time is named too.
+  int64_t spread = policy.spread_us >= 0 ? policy.spread_us
+                   : fixed               ? 0
+                                         : spread_us(objective, shape.direction);
   std::vector<Candidate> all;
   if (shape.total_bytes > 0) all = candidates(shape, profile, policy);
 
@@ -159,8 +177,10 @@ TransferDecision decide(const TransferShape& given, const DeviceProfile& profile
   } else {
     bool is_short = least(all, &Candidate::us) <= kShortUs;
     chosen = choose(all, is_short ? kShort : rule_of(objective, shape.direction));
+    if (static_cast<double>(spread) <= chosen.us || (is_short && policy.spread_us < 0)) spread = 0;
     reason = head(shape) + to_string(chosen.setting.backend) + (fixed ? " as configured, " : ", ") +
-             time_text(chosen.us);
+             time_text(chosen.us) +
+             (spread > 0 ? " spread over " + time_text(static_cast<double>(spread)) : "");
     if (is_short && !fixed) {
       reason += ": too short for a decode step to notice";
     } else {
@@ -177,6 +197,7 @@ TransferDecision decide(const TransferShape& given, const DeviceProfile& profile
   decision.chunk_descriptors = full.chunk_descriptors;
   decision.chunk_bytes = full.chunk_bytes;
   decision.inflight_chunks = full.inflight_chunks;
+  decision.spread_us = static_cast<uint32_t>(spread);
   decision.reason = reason;
   return decision;
 }

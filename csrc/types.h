@@ -40,6 +40,7 @@ struct PolicySpec {
   uint32_t chunk_descriptors = 0;
   uint64_t chunk_bytes = 0;
   uint32_t inflight_chunks = 0;
+  int64_t spread_us = -1;  // -1 = unset; 0 = as fast as it goes
 };
 
 // What will be done; every field is set.
@@ -49,6 +50,9 @@ struct TransferDecision {
   uint32_t chunk_descriptors = 1;
   uint64_t chunk_bytes = 1;
   uint32_t inflight_chunks = 1;
+  // Its chunks are submitted evenly over this time: decode steps then share what one of them would feel
+  // alone.
+  uint32_t spread_us = 0;
   std::string reason;
 };
 

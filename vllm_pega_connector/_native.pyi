@@ -81,13 +81,14 @@ class SlotTable:
         """Nor what they will be given, until `forget`."""
 
 class Policy:
-    """backend: auto|memcpy|kernel|chunked|staged; 0 = unset: the device profile decides."""
+    """backend: auto|memcpy|kernel|chunked|staged; 0 (spread_us: -1) = unset: the device profile decides."""
 
     backend: str
     max_grid_blocks: int
     chunk_descriptors: int
     chunk_bytes: int
     inflight_chunks: int
+    spread_us: int
     def __init__(
         self,
         backend: str = "auto",
@@ -95,6 +96,7 @@ class Policy:
         chunk_descriptors: int = 0,
         chunk_bytes: int = 0,
         inflight_chunks: int = 0,
+        spread_us: int = -1,
     ) -> None: ...
 
 class TransferShape:
@@ -120,6 +122,7 @@ class TransferDecision:
     chunk_descriptors: int
     chunk_bytes: int
     inflight_chunks: int
+    spread_us: int
     reason: str
 
 class DeviceProfile:
@@ -207,6 +210,7 @@ class CudaDevice(Device):
         copies_per_slice: int = ...,
         slice_pause_us: int = ...,
         batch_copies: bool = ...,
+        ask_driver_us: int = ...,
         driver: FakeDriver | None = None,
     ) -> None: ...
     def register_host(self, address: int, nbytes: int) -> None:

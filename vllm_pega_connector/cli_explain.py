@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .config import BackendName, ConfigError, Direction, ObjectiveName, PegaConfig
+from .config import BackendName, ConfigError, Direction, ObjectiveName, PegaConfig, PolicyConfig
 from .gpu import gpu_name
 from .model_shape import DTYPE_BYTES, block_shape, read_model_config
 from .profile import built_in_names, load_profile
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
           "kib": 2**10, "mib": 2**20, "gib": 2**30}  # fmt: skip
-FIELDS = ("backend", "max_grid_blocks", "chunk_descriptors", "chunk_bytes", "inflight_chunks", "reason")
+FIELDS = ("backend", "max_grid_blocks", "chunk_descriptors", "chunk_bytes", "inflight_chunks", "spread_us", "reason")
 
 
 def _count(text: str) -> int:
@@ -146,7 +146,7 @@ def _decider(direction: str, ranges: int, range_bytes: int, alignment: int, prof
     native_profile = _native.DeviceProfile(profile)
 
     def decide(objective: str, policy: dict[str, Any]) -> dict[str, Any]:
-        decision = _native.decide(shape, native_profile, objective, _native.Policy(**policy))
+        decision = _native.decide(shape, native_profile, objective, PolicyConfig(**policy).to_native())
         return {field: getattr(decision, field) for field in FIELDS}
 
     return decide
@@ -164,6 +164,8 @@ def _words(decision: dict[str, Any]) -> str:
     ctas = f"at most {decision['max_grid_blocks']} CTAs"
     chunk = f"{decision['chunk_descriptors']} ranges or {_size(decision['chunk_bytes'])}"
     flight = f"{decision['inflight_chunks']} in flight, completion awaited"
+    if decision["spread_us"]:
+        flight += f", spread over {decision['spread_us'] / 1000:g} ms"
     return {
         "memcpy": f"one copy a range, chunks of {chunk}, {flight}",
         "kernel": f"one launch, {ctas}",

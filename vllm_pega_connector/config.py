@@ -111,6 +111,9 @@ class PolicyConfig(_Model):
         default=None, ge=1 << 10, le=1 << 30, description="an integer from 1024 to 1073741824 (bytes per chunk)"
     )
     inflight_chunks: int | None = Field(default=None, ge=1, le=64, description="an integer from 1 to 64")
+    spread_ms: Number | None = Field(
+        default=None, ge=0, le=10_000, description="milliseconds from 0 (as fast as it goes) to 10000"
+    )
 
     def to_native(self) -> _native.Policy:
         """The same policy for the engine, where 0 means unset."""
@@ -122,6 +125,7 @@ class PolicyConfig(_Model):
             self.chunk_descriptors or 0,
             self.chunk_bytes or 0,
             self.inflight_chunks or 0,
+            -1 if self.spread_ms is None else round(self.spread_ms * 1000),
         )
 
 

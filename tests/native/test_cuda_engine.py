@@ -25,7 +25,8 @@ def machine(seed: int, eagerness: int = 6) -> tuple[_native.FakeDriver, Blocks]:
     base = fake.allocate(nbytes)
     view = fake.view(base, nbytes)
     view[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
-    device = _native.CudaDevice(0, b"cubin", driver=fake, stage_bytes=1 << 20, copies_per_slice=4, slice_pause_us=0)
+    options = {"stage_bytes": 1 << 20, "copies_per_slice": 4, "slice_pause_us": 0, "ask_driver_us": 0}
+    device = _native.CudaDevice(0, b"cubin", driver=fake, **options)
     return fake, Blocks(device, base, view.copy, lambda data: np.copyto(view, data), SEGMENTS, COUNT, SIZE)
 
 

@@ -94,6 +94,51 @@ def test_a_small_job_does_not_wait_behind_a_large_one():
     assert engine.close()
 
 
+@pytest.mark.parametrize("late", [0.0, 0.004])
+def test_a_spread_transfer_submits_its_chunks_evenly_and_catches_up(late):
+    rig = Rig([layers(64, [1024])], slots=64)
+    sim = native.SimDevice(1, max_delay_steps=0)
+    engine = rig.engine(sim, threaded=False, manual_clock=True)
+    spread = policy("kernel", chunk_bytes=2048, inflight_chunks=4, spread_us=10_000)
+    event = engine.record_event()
+    engine.submit(1, "load", rows([(0, b, b) for b in range(20)]), event=event, policy=spread)
+    while event in sim.unready_events:
+        engine.step(1.0)  # the spread begins when the transfer could
+    engine.step(late)
+    for chunks in range(1 + round(late * 1000), 10):  # one a millisecond, the first at once
+        for _ in range(8):
+            engine.step(0.0)
+        assert sim.chunks == chunks
+        engine.step(0.001)
+    for _ in range(8):
+        engine.step()
+    (result,) = engine.poll()
+    assert (result.status, result.chunks) == ("done", 10)
+    assert 0.009 - late - 1e-9 <= result.transfer_s <= 0.010
+    assert engine.close()
+
+
+def test_what_waited_in_the_queue_counts_as_spread():
+    """Else jobs that come faster than their spread would pile up for ever."""
+    rig = Rig([layers(64, [1024])], slots=64)
+    sim = native.SimDevice(1, max_delay_steps=0)
+    engine = rig.engine(sim, threaded=False, manual_clock=True)
+    spread = policy("kernel", chunk_bytes=1024, inflight_chunks=4, spread_us=20_000)
+    ended = []
+    for job in range(40):  # one a millisecond: five times as many as are active at once in 20 ms
+        first = job * 10 % 60
+        engine.submit(job, "save", rows([(0, b, b) for b in range(first, first + 1)]), keys_for([(0, first, first)]),
+                      policy=spread)  # fmt: skip
+        for _ in range(4):
+            engine.step(0.00025)
+        ended += engine.poll()
+    for _ in range(100):
+        engine.step(0.001)
+        ended += engine.poll()
+    assert len(ended) == 40 and max(r.queue_s + r.transfer_s for r in ended) < 0.03
+    assert engine.close()
+
+
 def test_jobs_of_different_size_share_a_lane_within_the_tightest_bound():
     rig = Rig([layers(64, [1024])], slots=64)
     sim = native.SimDevice(1, max_delay_steps=6)

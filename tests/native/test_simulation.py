@@ -97,6 +97,7 @@ class World:
             "inflight_chunks": rng.randint(1, 6),
             "chunk_descriptors": rng.choice((1, 3, 64, 1000)),
             "max_grid_blocks": rng.randint(1, 64),
+            "spread_us": rng.choice((-1, 0, 3000, 100_000)),
         }
         event = 0
         if self.open_events and rng.random() < 0.5:
@@ -280,7 +281,7 @@ class World:
             self.step()
         assert not self.jobs, f"never ended: {list(self.jobs)}"
         assert self.engine.pending == 0
-        self.engine.step()
+        self.engine.step(0.001)
         assert self.engine.close()
         assert self.sim.outstanding_bytes == (0, 0) and self.sim.touching() == [] and self.sim.live_events == 0
         for c in set(self.rig.classes):
@@ -313,7 +314,7 @@ def test_simulation():
 def test_a_seed_is_a_whole_story():
     logs = []
     for _ in range(2):
-        world = World(11)
+        world = World(15)
         lines: list[str] = []
         world.say = lambda *what, lines=lines: lines.append(repr(what))  # type: ignore[method-assign]
         world.run()
