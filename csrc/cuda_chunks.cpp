@@ -35,7 +35,7 @@ Ticket CudaDevice::submit(const Chunk& chunk) {
   op.chunk = chunk;
   op.ticket = ++tickets_ << (kSlotBits + 1) | static_cast<uint64_t>(chunk.direction) << kSlotBits |
               chunk.inflight_slot;
-  op.staged = false;
+  op.staged = op.drain_marked = false;
   op.range = 0;
   op.range_done = op.stage_end = 0;
   op.first_slice = op.marked;
@@ -85,8 +85,9 @@ bool CudaDevice::start(Operation& op) {
     if (!launch(op)) return false;
     if (!op.staged) {
       op.phase = Phase::kRunning;
-      return mark(op);
+      return mark(op, lane(op).kernel);
     }
+    if (!hand_over(op, lane(op).kernel, lane(op).dma)) return false;
   }
   op.phase = Phase::kCopying;
   return advance(op);
@@ -112,8 +113,12 @@ bool CudaDevice::advance(Operation& op) {
   const uint64_t begun = now_ns();
   if (!enter() || !submit_slice(op)) return false;
   const bool all = op.range == op.chunk.count;
-  if (all && op.staged && op.chunk.direction == Direction::kLoad && !launch(op)) return false;
-  if (!mark(op)) return false;
+  CuStream last = lane(op).dma;
+  if (all && op.staged && op.chunk.direction == Direction::kLoad) {
+    last = lane(op).kernel;
+    if (!hand_over(op, lane(op).dma, last) || !launch(op)) return false;
+  }
+  if (!mark(op, last)) return false;
   if (again) stats(op).submit_ns += now_ns() - begun;
   op.resume = std::chrono::steady_clock::now() + std::chrono::microseconds(options_.slice_pause_us);
   if (all) op.phase = Phase::kRunning;
@@ -137,7 +142,7 @@ bool CudaDevice::submit_slice(Operation& op) {
 }
 
 bool CudaDevice::copy_slice(Operation& op) {
-  const CuStream stream = op.stream;
+  const CuStream stream = lane(op).dma;
   if (bytes_.size() > 1 && options_.batch_copies && cu_.cuMemcpyBatchAsync) {
     CuCopyAttributes attributes;
     size_t first = 0;
@@ -188,7 +193,7 @@ bool CudaDevice::launch(Operation& op) {
   uint64_t pieces = op.pieces_device, base = op.staged ? op.stage : host_.base();
   void* arguments[] = {&pieces, &count, &shape.batch, &base, &aligned};
   if (!succeeded("cuLaunchKernel", cu_.cuLaunchKernel(lane(op).function, shape.grid, 1, 1, kThreadsPerBlock,
-                                                      1, 1, 0, op.stream, arguments, nullptr))) {
+                                                      1, 1, 0, lane(op).kernel, arguments, nullptr))) {
     return false;
   }
   CudaStats& seen = stats(op);
@@ -197,12 +202,18 @@ bool CudaDevice::launch(Operation& op) {
   return true;
 }
 
+bool CudaDevice::hand_over(Operation& op, CuStream from, CuStream to) {
+  return succeeded("cuEventRecord", cu_.cuEventRecord(op.handoff, from)) &&
+         succeeded("cuStreamWaitEvent", cu_.cuStreamWaitEvent(to, op.handoff, 0));
+}
+
 // Ends a slice: the stream will say so.
-bool CudaDevice::mark(Operation& op) {
+bool CudaDevice::mark(Operation& op, CuStream stream) {
   ++op.marked;
+  op.last = stream;
   op.ask = std::chrono::steady_clock::now() + ask_every();
   if (!writes_words_) return true;
-  const CuResult result = cu_.cuStreamWriteValue32(op.stream, op.word_device, op.marked, 0);
+  const CuResult result = cu_.cuStreamWriteValue32(stream, op.word_device, op.marked, 0);
   if (result != kCuNotSupported) return succeeded("cuStreamWriteValue32", result);
   writes_words_ = false;  // an old driver or a virtual GPU; asking the driver works everywhere
   return true;
@@ -219,15 +230,15 @@ Progress CudaDevice::ended(Operation& op, uint32_t slices) {
     if (now < op.ask) return Progress::kPending;
     op.ask = now + ask_every();
   }
-  const Progress progress = query(op);
+  const Progress progress = query(op.last);
   if (progress == Progress::kDone) op.ended = op.marked;
   return progress;
 }
 
-// What the driver says of all that was queued for the operation.
-Progress CudaDevice::query(Operation& op) {
+// What the driver says of all that was queued on a stream; others' chunks count too.
+Progress CudaDevice::query(CuStream stream) {
   if (!enter()) return Progress::kFailed;
-  const CuResult result = cu_.cuStreamQuery(op.stream);
+  const CuResult result = cu_.cuStreamQuery(stream);
   if (result == kCuNotReady) return Progress::kPending;
   return succeeded("cuStreamQuery", result) ? Progress::kDone : Progress::kFailed;
 }
@@ -248,10 +259,15 @@ Progress CudaDevice::poll(Ticket ticket) {
   return dead_ ? retire(op, Progress::kFailed) : Progress::kPending;
 }
 
-// Whether nothing of a failed chunk can still touch memory. Its word may say that a slice ended that was
-// followed by more, so it is not asked.
+// Whether nothing of a failed chunk can still touch memory: one more slice, behind all that was queued, has
+// ended.
 bool CudaDevice::drained(Operation& op) {
-  const Progress progress = query(op);
+  if (!op.drain_marked) {
+    op.drain_marked = enter() && hand_over(op, lane(op).kernel, lane(op).dma) && mark(op, lane(op).dma);
+    if (!op.drain_marked) give_up(op);
+    return false;
+  }
+  const Progress progress = ended(op, op.marked);
   if (progress == Progress::kFailed) give_up(op);
   return progress == Progress::kDone;
 }

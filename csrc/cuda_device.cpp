@@ -63,11 +63,13 @@ void CudaDevice::create(const std::string& cubin) {
     const bool load = static_cast<Direction>(d) == Direction::kLoad;
     require("cuModuleGetFunction",
             cu_.cuModuleGetFunction(&lane.function, module_, load ? "pega_load" : "pega_save"));
+    require("cuStreamCreate", cu_.cuStreamCreate(&lane.dma, kCuStreamNonBlocking));
+    require("cuStreamCreate", cu_.cuStreamCreate(&lane.kernel, kCuStreamNonBlocking));
     lane.operations.resize(options_.inflight_chunks);
     for (Operation& op : lane.operations) {
       op.word = new (word++) Word;
       op.word_device = words_device + (reinterpret_cast<char*>(op.word) - static_cast<char*>(words_));
-      require("cuStreamCreate", cu_.cuStreamCreate(&op.stream, kCuStreamNonBlocking));
+      require("cuEventCreate", cu_.cuEventCreate(&op.handoff, kCuEventDisableTiming));
       require("cuMemAlloc", cu_.cuMemAlloc(&op.stage, options_.stage_bytes + kStageSlack));
       void* list = nullptr;
       require("cuMemHostAlloc",
@@ -96,6 +98,7 @@ void CudaDevice::destroy() {
     for (Operation& op : lane.operations) {
       if (op.stage) cu_.cuMemFree(op.stage);
       if (op.pieces) cu_.cuMemFreeHost(op.pieces);
+      if (op.handoff) cu_.cuEventDestroy(op.handoff);
     }
   }
   for (CuStream stream : streams()) cu_.cuStreamDestroy(stream);
@@ -112,8 +115,8 @@ void CudaDevice::destroy() {
 std::vector<CuStream> CudaDevice::streams() const {
   std::vector<CuStream> created;
   for (const Lane& lane : lanes_) {
-    for (const Operation& op : lane.operations) {
-      if (op.stream) created.push_back(op.stream);
+    for (CuStream stream : {lane.dma, lane.kernel}) {
+      if (stream) created.push_back(stream);
     }
   }
   return created;

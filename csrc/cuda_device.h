@@ -5,9 +5,10 @@
 //   staged          a kernel gathers into (or scatters from) a small buffer on the GPU; the copy engine moves
 //                   that as one run per run of host memory
 //
-// Every chunk in flight has a stream of its own, so its parts need no events between them, and the stream
-// writes a word of host memory as each slice ends: the engine thread polls that and leaves the driver's lock
-// to those who launch the model.
+// A lane's copies go through one stream and its launches through another, so that chunks of a pipeline end
+// one after the other (with a stream for each, two copies share the wire, end together, and then it idles).
+// The stream writes a word of host memory as each slice ends: the engine thread polls that, and leaves the
+// driver's lock to those who launch the model.
 #pragma once
 
 #include <array>
@@ -123,17 +124,21 @@ class CudaDevice : public Device {
     uint64_t range_done = 0;
     uint64_t stage_end = 0;
     std::chrono::steady_clock::time_point resume{};  // no slice before this
-    CuStream stream = nullptr;
-    Word* word = nullptr;      // as the host sees it ...
-    uint64_t word_device = 0;  // ... and as the stream writes it
-    uint32_t marked = 0;       // slices whose end the stream was told to write, since the device was made
-    uint32_t ended = 0;        // of them, those seen to have ended
-    uint32_t first_slice = 0;  // `marked` when the chunk was submitted
+    CuEvent handoff = nullptr;  // what one stream did for this chunk and the other waits for
+    CuStream last = nullptr;    // the stream on which it ends
+    Word* word = nullptr;       // as the host sees it ...
+    uint64_t word_device = 0;   // ... and as the stream writes it
+    uint32_t marked = 0;        // slices whose end the stream was told to write, since the device was made
+    uint32_t ended = 0;         // of them, those seen to have ended
+    uint32_t first_slice = 0;   // `marked` when the chunk was submitted
     std::chrono::steady_clock::time_point ask{};  // when the driver is asked, should no word come
+    bool drain_marked = false;
     uint32_t failed_polls = 0;
   };
 
   struct Lane {
+    CuStream dma = nullptr;
+    CuStream kernel = nullptr;
     CuFunction function = nullptr;
     std::vector<Operation> operations;  // by inflight slot
   };
@@ -153,9 +158,10 @@ class CudaDevice : public Device {
   bool next_copy(Operation& op, uint64_t* host, uint64_t* device, uint64_t* bytes);
   bool stageable(const Chunk& chunk, const PieceList& list) const;
   bool launch(Operation& op);
-  bool mark(Operation& op);
+  bool hand_over(Operation& op, CuStream from, CuStream to);
+  bool mark(Operation& op, CuStream stream);
   Progress ended(Operation& op, uint32_t slices);
-  Progress query(Operation& op);
+  Progress query(CuStream stream);
   std::chrono::microseconds ask_every() const { return std::chrono::microseconds(options_.ask_driver_us); }
   bool drained(Operation& op);
   void give_up(Operation& op);

@@ -49,6 +49,7 @@ std::shared_ptr<const CudaDriver> load() {
   bind(library, "cuStreamDestroy_v2", driver->cuStreamDestroy);
   bind(library, "cuStreamSynchronize", driver->cuStreamSynchronize);
   bind(library, "cuStreamQuery", driver->cuStreamQuery);
+  bind(library, "cuStreamWaitEvent", driver->cuStreamWaitEvent);
   bind(library, "cuStreamWriteValue32_v2", driver->cuStreamWriteValue32, true);
   bind(library, "cuEventCreate", driver->cuEventCreate);
   bind(library, "cuEventDestroy_v2", driver->cuEventDestroy);

@@ -68,6 +68,7 @@ struct CudaDriver {
   std::function<CuResult(CuStream stream)> cuStreamDestroy;
   std::function<CuResult(CuStream stream)> cuStreamSynchronize;
   std::function<CuResult(CuStream stream)> cuStreamQuery;
+  std::function<CuResult(CuStream stream, CuEvent event, unsigned flags)> cuStreamWaitEvent;
   // Empty where the driver has none. After all earlier work of the stream, and a system-wide fence.
   std::function<CuResult(CuStream stream, CuAddress address, uint32_t value, unsigned flags)>
       cuStreamWriteValue32;

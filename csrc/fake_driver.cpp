@@ -95,6 +95,7 @@ void FakeDriver::run_all() {
 bool FakeDriver::run_one(Stream& stream) {
   if (stream.queue.empty()) return false;
   const Work work = stream.queue.front();
+  if (work.kind == Work::kWait && work.event->reached < work.count) return false;
   stream.queue.pop_front();
   if (work.kind == Work::kRecord) work.event->reached = std::max(work.event->reached, work.count);
   if (work.kind == Work::kKernel) run_kernel(work);
@@ -237,6 +238,12 @@ void FakeDriver::fill_table(bool writes_words) {
   cu.cuStreamDestroy =
       release([this](CuStream stream) { return streams_.erase(stream) ? kCuSuccess : kInvalidHandle; });
   cu.cuStreamSynchronize = call("cuStreamSynchronize", [this](CuStream) { return run_all(), broken_; });
+  cu.cuStreamWaitEvent = call("cuStreamWaitEvent", [this](CuStream stream, CuEvent event, unsigned) {
+    Work work{Work::kWait};
+    work.event = events_.at(event).get();
+    work.count = work.event->recorded;
+    return enqueue(stream, work);
+  });
   cu.cuStreamQuery = call("cuStreamQuery", [this](CuStream stream) {
     auto found = streams_.find(stream);
     if (found == streams_.end()) return kInvalidHandle;

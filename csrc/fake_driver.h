@@ -56,8 +56,8 @@ class FakeDriver {
     uint64_t reached = 0;   // how far the streams got
   };
   struct Work {
-    enum Kind { kCopy, kKernel, kRecord, kWrite } kind;
-    Event* event = nullptr;  // record
+    enum Kind { kCopy, kKernel, kRecord, kWait, kWrite } kind;
+    Event* event = nullptr;  // record, wait
     uint64_t count = 0;      // the recording that is meant; the word to write
     CuAddress device = 0;    // copy, write
     char* host = nullptr;
