@@ -55,7 +55,6 @@ SHAPES = {
     }
 }
 SETS = 8  # bursts that may be under way at once; each has blocks and slots of its own
-SPREAD = 2  # blocks on the GPU for every one that moves, so that moves are scattered
 SEGMENTS = 16  # fragments of a block, each in an area of its own
 NONE = "no transfer"
 
@@ -181,12 +180,12 @@ class Stress:
         self._sides = ("load", "save") if directions == "both" else (directions,)
         count = fragments // SEGMENTS
         self.bytes_per_burst = count * SEGMENTS * size * len(self._sides)
-        half = count * SETS * SPREAD
+        half = count * SETS
         # The end of a layer's memory: blocks that a few decode streams never reach.
         room = kv.untyped_storage().nbytes() if kv.storage_offset() == 0 else kv.numel() * kv.element_size()
         area = 2 * half * size
-        if room < 2 * area * SEGMENTS:
-            raise SystemExit(f"the KV cache of a layer has {room >> 20} MiB; {2 * area * SEGMENTS >> 20} are needed")
+        if room < area * SEGMENTS * 3 // 2:
+            raise SystemExit(f"the KV cache of a layer has {room >> 20} MiB; {area * SEGMENTS * 3 >> 21} are needed")
         base = kv.data_ptr() + (room - area * SEGMENTS) // 4096 * 4096
         segments = [_native.Segment(base + i * area, size, size, 0) for i in range(SEGMENTS)]
         layout = _native.GroupLayout(segments, 2 * half)
