@@ -113,12 +113,9 @@ bool CudaDevice::advance(Operation& op) {
   const uint64_t begun = now_ns();
   if (!enter() || !submit_slice(op)) return false;
   const bool all = op.range == op.chunk.count;
-  CuStream last = lane(op).dma;
-  if (all && op.staged && op.chunk.direction == Direction::kLoad) {
-    last = lane(op).kernel;
-    if (!hand_over(op, lane(op).dma, last) || !launch(op)) return false;
-  }
-  if (!mark(op, last)) return false;
+  const bool scatters = all && op.staged && op.chunk.direction == Direction::kLoad;
+  const CuStream next = scatters ? lane(op).kernel : lane(op).signal;
+  if (!hand_over(op, lane(op).dma, next) || (scatters && !launch(op)) || !mark(op, next)) return false;
   if (again) stats(op).submit_ns += now_ns() - begun;
   op.resume = std::chrono::steady_clock::now() + std::chrono::microseconds(options_.slice_pause_us);
   if (all) op.phase = Phase::kRunning;

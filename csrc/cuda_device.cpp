@@ -65,6 +65,7 @@ void CudaDevice::create(const std::string& cubin) {
             cu_.cuModuleGetFunction(&lane.function, module_, load ? "pega_load" : "pega_save"));
     require("cuStreamCreate", cu_.cuStreamCreate(&lane.dma, kCuStreamNonBlocking));
     require("cuStreamCreate", cu_.cuStreamCreate(&lane.kernel, kCuStreamNonBlocking));
+    require("cuStreamCreate", cu_.cuStreamCreate(&lane.signal, kCuStreamNonBlocking));
     lane.operations.resize(options_.inflight_chunks);
     for (Operation& op : lane.operations) {
       op.word = new (word++) Word;
@@ -115,7 +116,7 @@ void CudaDevice::destroy() {
 std::vector<CuStream> CudaDevice::streams() const {
   std::vector<CuStream> created;
   for (const Lane& lane : lanes_) {
-    for (CuStream stream : {lane.dma, lane.kernel}) {
+    for (CuStream stream : {lane.dma, lane.kernel, lane.signal}) {
       if (stream) created.push_back(stream);
     }
   }

@@ -17,9 +17,9 @@ constexpr uint64_t kCutBytes = 512;
 // Ranges that one lane submits before the other has its turn: some 2 us.
 constexpr size_t kRangesPerRound = 512;
 
-// A first chunk is not made smaller than this: it takes PCIe 5 as long (5 us) as submitting it takes the
-// host.
-constexpr uint64_t kLeastFirstChunk = 256 << 10;
+// A first or last chunk is not made smaller than this: it takes PCIe 5 as long (5 us) as submitting it takes
+// the host.
+constexpr uint64_t kLeastOpenChunk = 256 << 10;
 
 TransferDecision clamp(TransferDecision d, const DeviceLimits& limits) {
   const auto fit = [](auto value, auto limit) { return value == 0 ? limit : std::min(value, limit); };
@@ -251,7 +251,7 @@ bool Lane::within_bound(const Job& job, uint64_t bytes) const {
 // spare a chunk that would otherwise be less than half full.
 void Lane::pack(Job* job, Slot* slot) {
   const TransferDecision& d = job->decision;
-  const uint64_t limit = chunk_limit(d);
+  const uint64_t limit = chunk_limit(*job);
   const Range* const ranges = job->ranges.data();
   const size_t count = job->ranges.size();
   uint64_t bytes = 0;
@@ -289,11 +289,15 @@ void Lane::pack(Job* job, Slot* slot) {
   job->submitted_bytes += bytes;
 }
 
-// The first chunk of a staged pipeline is a quarter: neither the copy engine nor the other lane waits long
-// for it.
-uint64_t Lane::chunk_limit(const TransferDecision& d) const {
-  const bool starts = d.backend == Backend::kStaged && d.inflight_chunks > 1 && busy_ == 0;
-  return starts ? std::max(d.chunk_bytes / 4, std::min(d.chunk_bytes, kLeastFirstChunk)) : d.chunk_bytes;
+// What a staged pipeline cannot overlap is kept short: the gathering of a save's first chunk, and the
+// scattering of a load's last.
+uint64_t Lane::chunk_limit(const Job& job) const {
+  const TransferDecision& d = job.decision;
+  if (d.backend != Backend::kStaged || d.inflight_chunks < 2) return d.chunk_bytes;
+  const uint64_t quarter = std::max(d.chunk_bytes / 4, std::min(d.chunk_bytes, kLeastOpenChunk));
+  if (direction_ == Direction::kSave) return busy_ == 0 ? quarter : d.chunk_bytes;
+  const uint64_t left = job.result.bytes - job.submitted_bytes;
+  return left > quarter && left <= d.chunk_bytes ? left - quarter : d.chunk_bytes;
 }
 
 SlotEntry& Lane::entry(const Job& job, size_t i) const {

@@ -54,7 +54,7 @@ class Lane {
   Slot* free_slot(const Job& job);
   bool within_bound(const Job& job, uint64_t bytes) const;
   void pack(Job* job, Slot* slot);
-  uint64_t chunk_limit(const TransferDecision& d) const;
+  uint64_t chunk_limit(const Job& job) const;
   void begin_slots(Job* job);
   void land_slots(Job* job);
   void collect_ended(double now, std::vector<Job*>* ended);
