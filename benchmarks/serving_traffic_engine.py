@@ -272,7 +272,9 @@ class Engine:
         began = time.perf_counter()
         end = began + len(coming) * self.sizes.period_s
         adding = 0.0
-        while started or time.perf_counter() < end if prompts else len(result.step_ms) < self.sizes.alone_steps:
+        while (
+            coming or started or time.perf_counter() < end if prompts else len(result.step_ms) < self.sizes.alone_steps
+        ):
             now = time.perf_counter()
             if coming and now >= began + (len(prompts) - len(coming)) * self.sizes.period_s:
                 started[self.add(coming.pop(0), tokens)] = now
