@@ -126,7 +126,7 @@ class PegaConfig(SettingsModel):
 _MAX_PROBLEMS = 8  # a client may send anything, and each problem is logged
 
 
-class _RequestModel(SettingsModel):
+class RequestModel(SettingsModel):
     source: Peer | None = Field(
         default=None,
         title="the migration agent of an instance that may hold this request's KV",
@@ -196,11 +196,11 @@ class RequestParams:
         )
 
 
-def _salvage(given: dict[Any, Any]) -> tuple[_RequestModel, list[str]]:
+def _salvage(given: dict[Any, Any]) -> tuple[RequestModel, list[str]]:
     """Keeps what is right, and says what was left out as wrong."""
     try:
-        return _RequestModel.model_validate(given), []
+        return RequestModel.model_validate(given), []
     except ValidationError as error:
         wrong = {item["loc"][0] for item in error.errors()}
-        good = {key: value for key, value in given.items() if key in _RequestModel.model_fields and key not in wrong}
-        return _RequestModel.model_validate(good), problems(_RequestModel, error, {}, {})
+        good = {key: value for key, value in given.items() if key in RequestModel.model_fields and key not in wrong}
+        return RequestModel.model_validate(good), problems(RequestModel, error, {}, {})
