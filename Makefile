@@ -5,9 +5,10 @@ BIN := .venv/bin
 ENV_READY := .venv/.env-ready
 TOOLS_READY := .venv/.tools-ready
 NATIVE_READY := .venv/.native-ready
+RELEASE_READY := .venv/.release-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native test lint demo bench clean
+.PHONY: help setup native test lint demo bench docs dist clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +25,10 @@ $(TOOLS_READY): $(ENV_READY) pyproject.toml
 
 $(NATIVE_READY): $(TOOLS_READY) CMakeLists.txt $(wildcard csrc/*)
 	@scripts/setup.sh native
+	@touch $@
+
+$(RELEASE_READY): $(TOOLS_READY)
+	@scripts/setup.sh release
 	@touch $@
 
 native: $(TOOLS_READY)  ## Rebuild the native engine and install it into .venv
@@ -45,6 +50,13 @@ demo: setup  ## Serve a tiny model through vLLM with the connector and show what
 
 bench: setup  ## What the native engine costs vLLM's threads: hand-over and lookup times (needs no GPU)
 	$(BIN)/python benchmarks/native_costs.py
+
+docs: setup $(RELEASE_READY)  ## Build the site into build/site, strictly: a dead link or a stale page fails
+	$(BIN)/python scripts/generate_docs.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+dist: setup $(RELEASE_READY)  ## Build sdist and wheel into dist/, and run the demo from the wheel in another environment
+	scripts/dist.sh
 
 clean:  ## Remove .venv, builds and caches
 	rm -rf .venv build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

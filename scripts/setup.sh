@@ -5,8 +5,9 @@
 #   scripts/setup.sh env      Python, system libraries, torch, vLLM (minutes)
 #   scripts/setup.sh tools    what pyproject.toml asks for: dependencies, pytest, ruff, cmake, ...
 #   scripts/setup.sh native   builds csrc/ and installs the project (about a minute; less when little changed)
+#   scripts/setup.sh release  what `make docs` and `make dist` need besides
 #
-# `make setup` calls all three, each only when something it depends on has changed. PYTHON=... chooses the interpreter.
+# `make setup` calls the first three, each only when something it depends on has changed. PYTHON=... chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -142,16 +143,17 @@ PY
   "$VENV/bin/vllm" --version
 }
 
-# The requirements of the project and of its extras `dev` and `cpu` (Mooncake), without the project: it is built later, offline.
-install_tools() {
-  "$VENV/bin/python" - >.cache/tool-requirements.txt <<'PY'
+# The requirements of the project and of extras of it, without the project: it is built later, offline.
+install_requirements() {
+  "$VENV/bin/python" - "$@" >.cache/tool-requirements.txt <<'PY'
+import sys
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10; pip brings a copy
     from pip._vendor import tomli as tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-print(*project["dependencies"], *extras["dev"], *extras["cpu"], sep="\n")
+print(*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name]), sep="\n")
 PY
   pip install -r .cache/tool-requirements.txt
 }
@@ -175,7 +177,11 @@ setup_env() {
 }
 
 setup_tools() {
-  step "Tools: pytest, ruff, mypy, cmake, ..." "$network" install_tools
+  step "Tools: pytest, ruff, mypy, cmake, ..." "$network" install_requirements dev cpu
+}
+
+setup_release() {
+  step "Release tools: mkdocs-material, build, auditwheel" "$network" install_requirements release
 }
 
 build_native() {
@@ -195,5 +201,6 @@ case "${1:-}" in
   env) setup_env ;;
   tools) setup_tools ;;
   native) setup_native ;;
-  *) die "usage: scripts/setup.sh env|tools|native (or: make setup)" ;;
+  release) setup_release ;;
+  *) die "usage: scripts/setup.sh env|tools|native|release (or: make setup)" ;;
 esac

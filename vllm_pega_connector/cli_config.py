@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .config import ENV_PREFIX, ConfigError, PegaConfig, read_bounded
+from .config import ConfigError, PegaConfig, read_bounded
+from .config_text import ENV_PREFIX
 from .gpu import gpu_name
 from .profile import load_profile
 

@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from . import cli_running
 from .config import BackendName, ConfigError, Direction, ObjectiveName, PegaConfig, PolicyConfig
+from .decisions import size
 from .gpu import gpu_name
 from .model_shape import DTYPE_BYTES, block_shape, read_model_config
 from .profile import built_in_names, load_profile
@@ -71,11 +73,19 @@ def add_parser(subparsers: Any) -> None:
         help=f"auto (this machine's, default), {', '.join(built_in_names())}, or a JSON file",
     )  # fmt: skip
     choice.add_argument("--policy", default="auto", help="as load_policy: a backend's name or a JSON object")
+    running = parser.add_argument_group("or a running server")
+    running.add_argument(
+        "--from-metrics", metavar="URL", help="vLLM's address: which backends carried what, and why (by the mean shape)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, command="explain")
 
 
 def run(args: Any) -> int:
+    if args.from_metrics is not None:
+        if args.ranges or args.range_bytes or args.model or args.blocks:
+            raise ConfigError(["give either --from-metrics or a transfer"])
+        return cli_running.run(args.from_metrics, args.profile, args.json)
     ranges, range_bytes, source = _shape(args)
     if ranges * range_bytes >= 2**60:
         raise ConfigError([f"{ranges} ranges of {range_bytes} bytes are more than 1 EiB in all; give fewer"])
@@ -152,17 +162,10 @@ def _decider(direction: str, ranges: int, range_bytes: int, alignment: int, prof
     return decide
 
 
-def _size(nbytes: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.4g} {unit}"
-    return f"{nbytes} B"
-
-
 def _words(decision: dict[str, Any]) -> str:
     """What will be done, as a person would say it."""
     ctas = f"at most {decision['max_grid_blocks']} CTAs"
-    chunk = f"{decision['chunk_descriptors']} ranges or {_size(decision['chunk_bytes'])}"
+    chunk = f"{decision['chunk_descriptors']} ranges or {size(decision['chunk_bytes'])}"
     flight = f"{decision['inflight_chunks']} in flight, completion awaited"
     if decision["spread_us"]:
         flight += f", spread over {decision['spread_us'] / 1000:g} ms"
@@ -170,7 +173,7 @@ def _words(decision: dict[str, Any]) -> str:
         "memcpy": f"one copy a range, chunks of {chunk}, {flight}",
         "kernel": f"one launch, {ctas}",
         "chunked": f"{ctas}, chunks of {chunk}, {flight}",
-        "staged": f"{ctas}, stages of {_size(decision['chunk_bytes'])}, {flight}",
+        "staged": f"{ctas}, stages of {size(decision['chunk_bytes'])}, {flight}",
     }[decision["backend"]]
 
 
@@ -191,7 +194,7 @@ def _table(title: str, decisions: dict[str, dict[str, Any]], marked: str) -> Tab
         elif backend == "chunked":
             flight += f"{decision['chunk_descriptors']} ranges"
         else:
-            flight += _size(decision["chunk_bytes"])
+            flight += size(decision["chunk_bytes"])
         ctas = "-" if backend == "memcpy" else str(decision["max_grid_blocks"])
         style = "bold" if name == marked else ""
         table.add_row(name, backend, ctas, flight, Text(_estimate(decision)), style=style)

@@ -16,7 +16,8 @@ from vllm_pega_connector import compat, plugin
 from vllm_pega_connector.config import PegaConfig
 from vllm_pega_connector.guard import guarded, logger
 from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata
-from vllm_pega_connector.metrics import PegaPromMetrics, PegaStats
+from vllm_pega_connector.metrics import PegaStats
+from vllm_pega_connector.prometheus import PegaPromMetrics
 from vllm_pega_connector.scheduler import PegaScheduler
 from vllm_pega_connector.worker import PegaWorker
 
@@ -43,6 +44,12 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
                     'PegaConnector: kv_load_failure_policy is "%s", so a failed load fails its request; set it to '
                     '"recompute" in --kv-transfer-config',
                     transfer.kv_load_failure_policy,
+                )
+            if not transfer.is_kv_producer and config.migration is None:
+                logger.warning(
+                    'PegaConnector: kv_role is "%s" and migration is not configured, so nothing will ever fill the '
+                    'host pool; set kv_role to "kv_both", or configure migration',
+                    transfer.kv_role,
                 )
             self._scheduler = PegaScheduler(
                 vllm_config, kv_cache_config, config, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer

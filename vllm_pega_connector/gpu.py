@@ -20,8 +20,8 @@ def ask_driver() -> Driver:
     """Never raises: a machine without a GPU is an answer."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return Driver(problem="libcuda.so.1 not found")
+    except OSError as error:
+        return Driver(problem=f"NVIDIA's driver library cannot be loaded ({error})")
     version, count = ctypes.c_int(), ctypes.c_int()
     try:
         cuda.cuDriverGetVersion(ctypes.byref(version))

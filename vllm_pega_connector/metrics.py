@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics through vLLM's own hooks: its periodic log line, and Prometheus on its /metrics.
+"""Statistics through vLLM's own hooks: what crosses from engine to API server, and the periodic log line.
 
-A fault in here would end the API server's output loop, so `observe` never raises.
+`prometheus.py` makes /metrics of it. A fault in here would end a loop of vLLM's, so nothing raises.
 """
 
 from __future__ import annotations
@@ -10,23 +10,28 @@ from collections import Counter as Counts
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from vllm_pega_connector.guard import guarded
 from vllm_pega_connector.migration.hook import MigrationStats
 
-# Seconds; a block of a few hundred KiB moves in tens of microseconds, a long prompt in tenths of a second.
-SECONDS_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3, 10, 30)
+DIRECTIONS = ("load", "save")
+# Kinds of data, by how two reports of them become one.
+_LISTS = ("transfers", "migrations", "migration_seconds")
+_COUNTS = ("drops", "failures", "blocks")
+_SUMS = ("evictions", "migration_bytes", "ignored_params", "faults")
+_LATEST = ("pool", "info")
 
 
 @dataclass
 class PegaStats(KVConnectorStats):
     """What happened since the last report; plain data, so that it crosses processes.
 
-    transfers: [direction, backend, status, bytes, queue seconds, transfer seconds] per job that ended on a rank.
-    drops, failures: counts by reason. pool: slots by state, now. evictions: slots evicted.
+    transfers: [direction, backend, status, bytes, ranges, queue seconds, transfer seconds] per job that ended on a
+    rank. blocks: by direction, once whatever the number of ranks. drops (blocks), failures (loads): by reason.
+    pool: slots by state, now. evictions: slots. ignored_params: keys of requests. faults: exceptions answered.
     migrations: [result, reason, count] of pulls that ended; migration_seconds: [phase, seconds]; migration_bytes.
+    info: what the worker decides by; told once.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -38,13 +43,15 @@ class PegaStats(KVConnectorStats):
         return stats
 
     def reset(self) -> None:
-        self.data = {"transfers": [], "drops": {}, "failures": {}, "pool": {}, "evictions": 0,
-                     "migrations": [], "migration_seconds": [], "migration_bytes": 0}  # fmt: skip
+        self.data = (
+            {kind: [] for kind in _LISTS} | {kind: {} for kind in (*_COUNTS, *_LATEST)} | dict.fromkeys(_SUMS, 0)
+        )
 
     def add_transfer(self, result: Any) -> None:
         self.data["transfers"].append(
-            [result.direction, result.backend, result.status, result.bytes, result.queue_s, result.transfer_s]
-        )
+            [result.direction, result.backend, result.status, result.bytes, result.ranges, result.queue_s,
+             result.transfer_s]
+        )  # fmt: skip
 
     def add_migrations(self, stats: MigrationStats) -> None:
         self.data["migrations"] += [[result, reason, n] for (result, reason), n in stats.ended.items()]
@@ -52,30 +59,39 @@ class PegaStats(KVConnectorStats):
         self.data["migration_bytes"] += stats.nbytes
 
     def aggregate(self, other: KVConnectorStats) -> PegaStats:
-        if not other.is_empty():
-            for kind in ("transfers", "migrations", "migration_seconds", "migration_bytes"):
-                self.data[kind] += other.data[kind]
-            for kind in ("drops", "failures"):
-                self.data[kind] = dict(Counts(self.data[kind]) + Counts(other.data[kind]))
-            self.data["pool"] = other.data["pool"] or self.data["pool"]
-            self.data["evictions"] += other.data["evictions"]
+        self._add(other)
         return self
 
+    @guarded(lambda: None)
+    def _add(self, other: KVConnectorStats) -> None:
+        if other.is_empty():
+            return
+        for kind in (*_LISTS, *_SUMS):
+            self.data[kind] += other.data[kind]
+        for kind in _COUNTS:
+            self.data[kind] = dict(Counts(self.data[kind]) + Counts(other.data[kind]))
+        for kind in _LATEST:
+            self.data[kind] = other.data[kind] or self.data[kind]
+
+    @guarded(dict)
     def reduce(self) -> dict[str, int | float]:
-        """A line for people: GiB and GiB/s by direction, and whatever went wrong."""
+        """A line for people: what each backend carried and how fast, and whatever went wrong."""
         line: dict[str, int | float] = {}
-        for direction in ("load", "save"):
+        for direction in DIRECTIONS:
             done = [t for t in self.data["transfers"] if t[0] == direction and t[2] == "done"]
-            if done:
-                gib = sum(t[3] for t in done) / 2**30
-                seconds = sum(t[5] for t in done)
-                line[f"{direction}s"] = len(done)
-                line[f"{direction} GiB"] = round(gib, 3)
-                line[f"{direction} GiB/s"] = round(gib / seconds, 2) if seconds else 0.0
-        for state in ("ready", "free"):
-            if state in self.data["pool"]:
-                line[f"pool slots {state}"] = self.data["pool"][state]
-        for kind, reasons in (("saves dropped", self.data["drops"]), ("loads failed", self.data["failures"])):
+            if not done:
+                continue
+            gib, seconds = sum(t[3] for t in done) / 2**30, sum(t[6] for t in done)
+            for backend, count in sorted(Counts(t[1] for t in done).items()):
+                line[f"{direction}s by {backend}"] = count
+            line[f"{direction} blocks"] = self.data["blocks"].get(direction, 0)
+            line[f"{direction} GiB"] = round(gib, 3)
+            line[f"{direction} GiB/s"] = round(gib / seconds, 2) if seconds else 0.0
+            line[f"{direction} longest ms"] = round(max(t[5] + t[6] for t in done) * 1e3, 1)
+        pool = self.data["pool"]
+        if pool.get("total"):
+            line["pool used %"] = round(100 * (1 - pool.get("free", 0) / pool["total"]), 1)
+        for kind, reasons in (("blocks not saved", self.data["drops"]), ("loads failed", self.data["failures"])):
             for reason, count in reasons.items():
                 line[f"{kind} ({reason})"] = count
         for result, reason, count in self.data["migrations"]:
@@ -83,61 +99,11 @@ class PegaStats(KVConnectorStats):
             line[name] = line.get(name, 0) + count
         if self.data["migration_bytes"]:
             line["migrated GiB"] = round(self.data["migration_bytes"] / 2**30, 3)
-        if self.data["evictions"]:
-            line["evictions"] = self.data["evictions"]
+        for kind, words in (("evictions", "evictions"), ("ignored_params", "request parameters ignored"),
+                            ("faults", "internal faults")):  # fmt: skip
+            if self.data[kind]:
+                line[words] = self.data[kind]
         return line
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
-
-
-class PegaPromMetrics(KVConnectorPromMetrics):
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._labels = per_engine_labelvalues
-        counter, gauge, histogram = metric_types[Counter], metric_types[Gauge], metric_types[Histogram]
-        by_backend = [*labelnames, "direction", "backend"]
-        self._bytes = counter("vllm:pega_transfer_bytes", "Bytes moved by transfers that ended well", by_backend)
-        self._transfers = counter("vllm:pega_transfers", "Transfers that ended well", by_backend)
-        self._seconds = histogram(
-            "vllm:pega_transfer_seconds", "First submission to last byte, seconds", by_backend, buckets=SECONDS_BUCKETS
-        )
-        self._queue = histogram(
-            "vllm:pega_queue_seconds", "Hand-over to first submission, seconds", by_backend, buckets=SECONDS_BUCKETS
-        )
-        self._drops = counter("vllm:pega_saves_dropped", "Blocks (or reports) dropped", [*labelnames, "reason"])
-        self._failures = counter("vllm:pega_load_failures", "Loads that were recomputed", [*labelnames, "reason"])
-        self._pool = gauge("vllm:pega_pool_slots", "Host pool slots by state", [*labelnames, "state"])
-        self._migrations = counter(
-            "vllm:pega_migrations", "Pulls from other instances that ended", [*labelnames, "result", "reason"]
-        )
-        self._migration_bytes = counter("vllm:pega_migration_bytes", "Bytes pulled from other instances", labelnames)
-        self._migration_seconds = histogram(
-            "vllm:pega_migration_seconds", "Pulls by phase, seconds", [*labelnames, "phase"], buckets=SECONDS_BUCKETS
-        )
-        self._evictions = counter("vllm:pega_evictions", "Host pool slots evicted", labelnames)
-
-    @guarded(lambda: None)
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        engine = self._labels[engine_idx]
-        for direction, backend, status, nbytes, queue_s, transfer_s in transfer_stats_data["transfers"]:
-            if status == "done":
-                labels = (*engine, direction, backend)
-                self._bytes.labels(*labels).inc(nbytes)
-                self._transfers.labels(*labels).inc()
-                self._seconds.labels(*labels).observe(transfer_s)
-                self._queue.labels(*labels).observe(queue_s)
-        for reason, count in transfer_stats_data["drops"].items():
-            self._drops.labels(*engine, reason).inc(count)
-        for reason, count in transfer_stats_data["failures"].items():
-            self._failures.labels(*engine, reason).inc(count)
-        for state, count in transfer_stats_data["pool"].items():
-            self._pool.labels(*engine, state).set(count)
-        for result, reason, count in transfer_stats_data["migrations"]:
-            self._migrations.labels(*engine, result, reason).inc(count)
-        for phase, seconds in transfer_stats_data["migration_seconds"]:
-            self._migration_seconds.labels(*engine, phase).observe(seconds)
-        if transfer_stats_data["migration_bytes"]:
-            self._migration_bytes.labels(*engine).inc(transfer_stats_data["migration_bytes"])
-        if transfer_stats_data["evictions"]:
-            self._evictions.labels(*engine).inc(transfer_stats_data["evictions"])

@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_pega_connector import compat
 from vllm_pega_connector.config import MigrationConfig, PegaConfig, PolicyConfig, RequestParams
-from vllm_pega_connector.guard import guarded, log_limited, logger
+from vllm_pega_connector.guard import guarded, log_limited, logger, take_faults
 from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata, Rank, TransferJob
 from vllm_pega_connector.metrics import PegaStats
 from vllm_pega_connector.migration.fingerprint import digest
@@ -112,6 +112,7 @@ class PegaScheduler:
         self.load_failures: Counter[str] = Counter()
         self._told_drops: Counter[str] = Counter()
         self._told_failures: Counter[str] = Counter()
+        self._moved: Counter[str] = Counter()  # blocks by direction since the last report
         self._told_evictions = 0
         self._told_pool: dict[str, int] = {}
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
@@ -422,6 +423,8 @@ class PegaScheduler:
             job.errors.append(error)
         if not job.waiting:
             del self._jobs[job_id]
+            if not job.errors:
+                self._moved[job.direction] += len(job.slots) // 4
             self._end(job)
 
     def _end(self, job: Job) -> None:
@@ -488,7 +491,11 @@ class PegaScheduler:
         stats = PegaStats.empty()
         evictions = self._index.evictions
         slots = self._index.counts(0)
-        stats.data["drops"] = dict(self.drops - self._told_drops)
+        drops = self.drops - self._told_drops
+        stats.data["ignored_params"] = drops.pop("bad_request_params", 0)
+        stats.data["faults"] = drops.pop("duplicate_report", 0) + take_faults()
+        stats.data["drops"] = dict(drops)
+        stats.data["blocks"], self._moved = dict(self._moved), Counter()
         stats.data["failures"] = dict(self.load_failures - self._told_failures)
         stats.data["evictions"] = evictions - self._told_evictions
         if self._migration is not None:

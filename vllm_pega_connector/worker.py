@@ -10,7 +10,8 @@ import numpy as np
 
 from vllm_pega_connector import compat
 from vllm_pega_connector.config import PegaConfig
-from vllm_pega_connector.guard import log_limited, logger
+from vllm_pega_connector.decisions import DecisionLog, size, startup_block
+from vllm_pega_connector.guard import log_limited, logger, take_faults
 from vllm_pega_connector.layout import group_runs, layout_identity
 from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata, Rank, TransferJob
 from vllm_pega_connector.metrics import PegaStats
@@ -35,6 +36,7 @@ class PegaWorker:
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._stats = PegaStats.empty()
+        self._decisions = DecisionLog(config.log_decisions)
 
     # --- start ---
 
@@ -94,13 +96,19 @@ class PegaWorker:
             PoolShare.of(self._pool.data_fd, self._pool.table_fd),
             layout_identity(kv_caches.items(), blocks),
         )
-        logger.info(
-            "PegaConnector: %s, host pool %.3g GiB = %d slots of %d KiB (GPU cache: %d blocks), "
-            "%d fragments per block, profile %s, load %s, save %s, objective %s",
-            device.name, sum(n * s for n, s in zip(slots, classes, strict=True)) / 2**30, sum(slots),
-            classes[-1] // 1024, blocks, layouts[0].segments_per_block, profile.name,
-            self._config.load_policy.backend, self._config.save_policy.backend, self._config.objective,
-        )  # fmt: skip
+        pool = f"{size(self._pool.nbytes)} of host memory: {sum(slots):,} blocks of {size(classes[-1])}"
+        if self._rank == (0, 0):
+            logger.info("%s", startup_block(device.name, pool, blocks, layouts[0].slot_bytes,
+                                            layouts[0].segments_per_block, profile, self._config))  # fmt: skip
+        else:
+            logger.info("PegaConnector on %s, rank %s: pool %s", device.name, self._rank, pool)
+        self._stats.data["info"] = {
+            "device": device.name,
+            "profile": profile.name,
+            "objective": self._config.objective,
+            "load_policy": self._config.load_policy.backend,
+            "save_policy": self._config.save_policy.backend,
+        }
         if sum(slots) < blocks:
             logger.warning(
                 "PegaConnector: the host pool (%d blocks) is smaller than the GPU's KV cache (%d blocks), so it will "
@@ -171,6 +179,7 @@ class PegaWorker:
         if self._engine is not None:
             for result in self._engine.poll():
                 self._stats.add_transfer(result)
+                self._decisions.note(result)
                 self._end(result.job_id, "" if result.status == "done" else f"{result.status}: {result.error}")
         received, self._received = self._received, set()
         return received
@@ -186,6 +195,7 @@ class PegaWorker:
         return PegaWorkerMetadata(ended)
 
     def take_stats(self) -> PegaStats | None:
+        self._stats.data["faults"] += take_faults()
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, PegaStats.empty()

@@ -135,12 +135,18 @@ class Server:
             raise ServerError(f"{path} answered {error.code}: {error.read().decode(errors='replace')}") from error
 
 
-@contextmanager
-def serve(model: Path, arguments: list[str], log: Path, tick: Callable[[float], None]) -> Iterator[Server]:
-    """`vllm serve MODEL ARGUMENTS`, ready to be asked; `tick(seconds waited)` is called while it starts."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serve(
+    model: Path, arguments: list[str], log: Path, tick: Callable[[float], None], port: int = 0
+) -> Iterator[Server]:
+    """`vllm serve MODEL ARGUMENTS`, ready to be asked; `tick(seconds waited)` is called while it starts."""
+    port = port or free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--served-model-name", MODEL_NAME]
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)

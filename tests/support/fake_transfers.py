@@ -96,7 +96,9 @@ class FakeResult:
     status: str
     error: str = ""
     bytes: int = 4096
+    ranges: int = 1
     backend: str = "memcpy"
+    reason: str = ""
     queue_s: float = 0.0
     transfer_s: float = 0.001
 

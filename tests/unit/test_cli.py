@@ -3,14 +3,12 @@
 
 import json
 import os
-import resource
-import socket
 import subprocess
 import sys
 
 import pytest
 
-from vllm_pega_connector import cli, doctor
+from vllm_pega_connector import cli
 from vllm_pega_connector.config import ConfigError
 from vllm_pega_connector.gpu import Driver
 from vllm_pega_connector.model_shape import block_shape, read_model_config
@@ -277,118 +275,6 @@ def test_config_says_every_problem(pega):
 def test_config_reads_the_token(pega, tmp_path):
     config = {"migration": {"listen": "[::]:0", "auth_token_file": str(tmp_path / "none")}}
     assert "auth_token_file: cannot read" in refused(pega("config", json.dumps(config)))
-
-
-# --- doctor ---
-
-
-def test_doctor_examines_everything(pega):
-    status, out, _ = pega("doctor", "--json", "--listen", "127.0.0.1:0")
-    checks = {check["name"]: check for check in json.loads(out)["checks"]}
-    assert list(checks) == ["vLLM", "native module", "GPU", "copy kernels", "memory", "pinned memory", "Mooncake",
-                            "RDMA", "ports"]  # fmt: skip
-    assert checks["native module"]["status"] == "ok"
-    assert "127.0.0.1:0 can be bound" in checks["ports"]["found"]
-    for check in checks.values():
-        assert check["found"]
-        assert check["status"] in ("ok", "warn", "fail")
-        assert check["status"] == "ok" or (check["means"] and check["mend"])
-        assert "could not be checked" not in check["found"]
-    assert status == (1 if "fail" in {check["status"] for check in checks.values()} else 0)
-
-
-def test_doctor_for_people(pega, monkeypatch):
-    monkeypatch.setattr(doctor, "ask_driver", lambda: Driver(problem="no [such] library"))
-    _, out, _ = pega("doctor")
-    assert "no [such] library" in out  # brackets are not taken for markup
-    assert "mend:" in out
-
-
-def test_doctor_fails_with_status_1(pega, monkeypatch):
-    monkeypatch.setattr(doctor, "check_native", lambda: doctor.Check("native module", "fail", "gone", "m", "n"))
-    status, out, _ = pega("doctor")
-    assert status == 1
-    assert "gone" in out
-
-
-def test_a_check_that_breaks_hides_nothing(monkeypatch):
-    monkeypatch.setattr(doctor, "available_memory", lambda: 1 // 0)
-    checks = {check.name: check for check in doctor.examine()}
-    assert "ZeroDivisionError" in checks["memory"].found
-    assert "ports" in checks
-
-
-def test_doctor_on_a_gpu_machine(monkeypatch):
-    check = doctor.check_gpu(H200)
-    assert (check.status, check.found) == ("ok", "1 x NVIDIA H200; driver for CUDA 13.0; device profile h200")
-    check = doctor.check_gpu(Driver(12080, ("NVIDIA A100", "NVIDIA A100")))
-    assert check.status == "warn"
-    assert "2 x NVIDIA A100; driver for CUDA 12.8; device profile generic" in check.found
-
-    monkeypatch.setattr(doctor, "_installed", lambda *names: [])
-    check = doctor.check_kernels(H200)
-    assert (check.status, check.mend) == ("fail", "pip install 'vllm-pega-connector[cuda13]'")
-    monkeypatch.setattr(doctor, "_installed", lambda *names: ["cupy-cuda12x 13.0", "cupy-cuda13x 13.0"])
-    assert "pip uninstall cupy-cuda12x cupy-cuda13x" in doctor.check_kernels(H200).mend
-    monkeypatch.setattr(doctor, "_installed", lambda *names: ["cupy-cuda13x 13.0"])
-    monkeypatch.setattr(doctor, "_python", lambda code: (1, "ImportError: libnvrtc.so.13"))
-    assert "libnvrtc.so.13" in doctor.check_kernels(H200).found
-    monkeypatch.setattr(doctor, "_python", lambda code: (0, "NVRTC 13.0"))
-    assert doctor.check_kernels(H200).status == "ok"
-
-
-def test_doctor_on_memlock(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
-    check = doctor.check_memlock(H200)
-    assert (check.status, check.found) == ("warn", "memlock is limited to 8 MiB")
-    monkeypatch.setattr(doctor, "_rdma_devices", lambda: [])
-    assert doctor.check_memlock(Driver()).status == "ok"
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert doctor.check_memlock(H200).found == "memlock is unlimited"
-
-
-def test_doctor_on_mooncake(monkeypatch):
-    cpu, cuda = "mooncake-transfer-engine-non-cuda 0.3", "mooncake-transfer-engine-cuda13 0.3"
-    monkeypatch.setattr(doctor, "_loads", lambda name: True)
-    monkeypatch.setattr(doctor, "_python", lambda code: (0, ""))
-    for have, driver, status, said in [
-        ([], Driver(), "warn", "[cpu]"),
-        ([], H200, "warn", "[cuda13]"),
-        ([cpu], Driver(), "ok", ""),
-        ([cuda], H200, "ok", ""),
-        ([cuda], Driver(), "fail", "pip uninstall mooncake-transfer-engine-cuda13"),
-        ([cpu, cuda], H200, "fail", "pip uninstall mooncake-transfer-engine-non-cuda mooncake"),
-    ]:
-        monkeypatch.setattr(doctor, "_installed", lambda *names, have=have: have)
-        check = doctor.check_mooncake(driver)
-        assert (check.status, said in check.mend) == (status, True)
-    monkeypatch.setattr(doctor, "_installed", lambda *names: [cuda])
-    monkeypatch.setattr(doctor, "_loads", lambda name: name not in ("libibverbs.so.1", "libmlx5.so.1"))
-    assert doctor.check_mooncake(H200).mend == "apt-get install libibverbs1 ibverbs-providers"
-    monkeypatch.setattr(doctor, "_loads", lambda name: True)
-    monkeypatch.setattr(doctor, "_python", lambda code: (1, "ImportError: libcudart.so.13"))
-    assert "libcudart.so.13" in doctor.check_mooncake(H200).found
-
-
-def test_doctor_on_ports():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        check = doctor.check_ports(doctor.HostPort("127.0.0.1", port))
-    assert check.status == "fail"
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in check.found
-    assert doctor.check_ports(doctor.HostPort("192.0.2.1", 0)).status == "fail"  # an address of nobody (RFC 5737)
-    assert doctor.check_ports(None).status == "ok"
-
-
-def test_another_process_is_asked_with_a_limit(monkeypatch):
-    assert doctor._python("print('a'); print('b')") == (0, "b")
-    status, said = doctor._python("import no_such_module")
-    assert status != 0
-    assert said == "ModuleNotFoundError: No module named 'no_such_module'"
-    monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 0.2)
-    assert doctor._python("import time; time.sleep(30)") == (1, "no answer within 0.2 s")
 
 
 # --- the command as a whole ---

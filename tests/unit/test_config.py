@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_pega_connector.address import HostPort, parse_host, parse_source
@@ -38,6 +38,7 @@ def test_defaults_are_the_documented_ones():
         "device_profile": "auto",
         "eviction": "lru",
         "save_decode": True,
+        "log_decisions": False,
         "transfer_timeout_s": 30.0,
         "max_pending_save_blocks": "auto",
         "migration": None,
@@ -67,6 +68,7 @@ def test_defaults_are_the_documented_ones():
         ("save_policy", {"backend": "chunked", "chunk_descriptors": 2048, "inflight_chunks": 1}),
         ("objective", "strict"),
         ("device_profile", "/etc/pega/gpu.json"),
+        ("log_decisions", True),
         ("save_decode", False),
         ("transfer_timeout_s", 1),
         ("max_pending_save_blocks", 1),
@@ -102,9 +104,11 @@ WRONG = [
     ("device_profile", "", '""', "built-in"),
     ("device_profile", {}, "{}", "built-in"),
     ("eviction", "arc", '"arc"', "lru"),
+    ("log_decisions", 1, "1", "true or false"),
     ("save_decode", 1, "1", "true or false"),
     ("save_decode", "yes", '"yes"', "true or false"),
-    ("transfer_timeout_s", 0, "0", "above 0"),
+    ("transfer_timeout_s", 0, "0", "from 0.1"),
+    ("transfer_timeout_s", 1e-320, "1e-320", "from 0.1"),
     ("transfer_timeout_s", False, "false", "seconds"),
     ("transfer_timeout_s", 1e9, "1000000000.0", "86400"),
     ("max_pending_save_blocks", 0, "0", "1 or more"),
@@ -163,7 +167,7 @@ def test_fields_of_a_policy(field, value, allowed):
         ({**LISTEN, "peers": ["h:1", "h:0"]}, "migration.peers[1]", "needs its port"),
         ({**LISTEN, "allow_sources": ["10.0.0.1/8"]}, "migration.allow_sources[0]", "host bits"),
         ({**LISTEN, "allow_sources": ["a b"]}, "migration.allow_sources[0]", "neither"),
-        ({**LISTEN, "timeout_s": 0}, "migration.timeout_s", "above 0"),
+        ({**LISTEN, "timeout_s": 0}, "migration.timeout_s", "from 0.1"),
         ({**LISTEN, "auth_token_file": ""}, "migration.auth_token_file", "path"),
         ({**LISTEN, "model_id": 3}, "migration.model_id", "string"),
         ({**LISTEN, "transport": "ib"}, "migration.transport", "auto, tcp, rdma or nvlink"),
@@ -348,6 +352,7 @@ def test_deep_nesting_does_not_raise():
 
 
 @given(st.dictionaries(st.sampled_from(sorted(PegaConfig.model_fields)), JSON, max_size=4))
+@example({"save_policy": {"\n": None}})
 def test_any_configuration_is_taken_or_refused_in_lines(extra):
     try:
         config = load(extra)
