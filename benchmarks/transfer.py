@@ -64,10 +64,11 @@ MIB = 1 << 20
 # From little interference to most throughput; a profile's curve holds the shuffled ones.
 LADDER = (
     *(Setting("memcpy", 1, chunk * MIB, 2) for chunk in (4, 16)),
-    *(Setting("kernel", grid, 256 * MIB, 1) for grid in (1, 2, 4, 8, 16, 32)),
-    *(Setting("chunked", grid, chunk * MIB, 2) for grid in (4, 8, 16) for chunk in (1, 4)),
-    *(Setting("staged", grid, chunk * MIB, 2) for grid, chunk in ((4, 1), (4, 2), (8, 2), (16, 2), (8, 8))),
-    *(Setting("staged", grid, chunk * MIB, 3) for grid, chunk in ((8, 4), (16, 4), (16, 8), (32, 8))),
+    *(Setting("kernel", grid, 256 * MIB, 1) for grid in (2, 4, 8, 16, 32)),
+    Setting("chunked", 2, MIB // 2, 2),
+    *(Setting("chunked", grid, chunk * MIB, 2) for grid, chunk in ((4, 1), (4, 4), (8, 4), (16, 4))),
+    *(Setting("staged", grid, chunk * MIB, 2) for grid, chunk in ((4, 1), (8, 2))),
+    *(Setting("staged", grid, chunk * MIB, 3) for grid, chunk in ((8, 4), (16, 4), (8, 8), (16, 8), (32, 8))),
 )
 FEW = (Setting("memcpy", 1, 4 * MIB, 2), Setting("kernel", 8, 256 * MIB, 1), Setting("staged", 16, 8 * MIB, 3))
 
