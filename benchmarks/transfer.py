@@ -63,6 +63,7 @@ class Row:
 MIB = 1 << 20
 # From little interference to most throughput; a profile's curve holds the shuffled ones.
 LADDER = (
+    Setting("auto", 0, 0, 0),
     *(Setting("memcpy", 1, chunk * MIB, 2) for chunk in (4, 16)),
     *(Setting("kernel", grid, 256 * MIB, 1) for grid in (2, 4, 8, 16, 32)),
     Setting("chunked", 2, MIB // 2, 2),
@@ -105,7 +106,7 @@ def sweep_size(rig: Rig, args: argparse.Namespace) -> tuple[dict[str, float], di
         everything = Setting("memcpy", 1, 256 << 20, 1)
         rows.append(measure(rig, direction, "shuffled", everything, args.repeat, "cuMemcpyAsync"))
     rig.close()
-    rig.open()
+    rig.open(args.profile)
     for direction, pattern in itertools.product(DIRECTIONS, args.patterns):
         for setting in FEW if args.quick or pattern != "shuffled" else LADDER:
             rows.append(measure(rig, direction, pattern, setting, args.repeat))
@@ -156,6 +157,7 @@ def main() -> None:
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     parser.add_argument("--total-mib", type=int, default=64, help="MiB per direction and repetition")
     parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--profile", default="h200", help="what Auto (objective throughput) decides by")
     parser.add_argument("--quick", action="store_true", help="three settings only")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--plot", type=Path, help="draw them here (needs matplotlib)")
