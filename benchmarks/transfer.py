@@ -41,6 +41,8 @@ class Setting:
     inflight: int
 
     def policy(self) -> _native.Policy:
+        if self.backend == "auto":
+            return _native.Policy()
         return _native.Policy(self.backend, self.grid, 1 << 16, self.chunk_bytes, self.inflight)
 
 
@@ -61,6 +63,7 @@ class Row:
 
 
 MIB = 1 << 20
+BACKENDS = ("memcpy", "kernel", "chunked", "staged")
 # From little interference to most throughput; a profile's curve holds the shuffled ones.
 LADDER = (
     Setting("auto", 0, 0, 0),
@@ -71,7 +74,12 @@ LADDER = (
     *(Setting("staged", grid, chunk * MIB, 2) for grid, chunk in ((4, 1), (8, 2))),
     *(Setting("staged", grid, chunk * MIB, 3) for grid, chunk in ((8, 4), (16, 4), (8, 8), (16, 8), (32, 8))),
 )
-FEW = (Setting("memcpy", 1, 4 * MIB, 2), Setting("kernel", 8, 256 * MIB, 1), Setting("staged", 16, 8 * MIB, 3))
+FEW = (
+    Setting("auto", 0, 0, 0),
+    Setting("memcpy", 1, 4 * MIB, 2),
+    Setting("kernel", 8, 256 * MIB, 1),
+    Setting("staged", 16, 8 * MIB, 3),
+)
 
 
 def measure(rig: Rig, direction: str, pattern: str, setting: Setting, repeat: int, name: str = "") -> Row:
@@ -129,11 +137,21 @@ def best(rows: list[Row], size: int) -> str:
     return ", ".join(out)
 
 
+def auto_of_best(rows: list[Row]) -> dict[str, float]:
+    """What Auto reached in each cell, as a share of the best fixed setting of ours there."""
+    shares = {}
+    for auto in (r for r in rows if r.backend == "auto"):
+        cell = (auto.direction, auto.pattern, auto.range_bytes)
+        fixed = [r for r in rows if (r.direction, r.pattern, r.range_bytes) == cell and r.backend in BACKENDS]
+        shares["{} {} {}".format(*cell)] = auto.gib_per_s / max(r.gib_per_s for r in fixed)
+    return shares
+
+
 def profile_of(wire: dict[str, float], latency: dict[str, float], rows: list[Row]) -> dict:
     """What a device profile holds of each direction (vllm_pega_connector/profiles/schema.json)."""
     out = {}
     for direction in ("load", "save"):
-        ours = ("memcpy", "kernel", "chunked", "staged")
+        ours = BACKENDS
         mine = [r for r in rows if r.direction == direction and r.pattern == "shuffled" and r.backend in ours]
         out[direction] = {
             "contiguous_gib_per_s": round(wire[direction], 1),
@@ -179,6 +197,10 @@ def main() -> None:
     wire = {d: statistics.median(w[d] for w in wires) for d in DIRECTIONS}
     for row in rows:
         row.of_wire = row.gib_per_s / wire[row.direction]
+    shares = auto_of_best(rows)
+    if shares:
+        worst = min(shares, key=lambda cell: shares[cell])
+        print(f"Auto, of the best fixed setting: at least {shares[worst]:.3f} ({worst})")
     print(f"wire: {', '.join(f'{d} {wire[d]:.1f}' for d in DIRECTIONS)} GiB/s")
     if args.json:
         found = {
@@ -189,6 +211,7 @@ def main() -> None:
             "repeat": args.repeat,
             "wire_gib_per_s": wires,  # by range size; rows are compared with the median
             "profile": profile_of(wire, latencies[0], rows),
+            "auto_of_best": shares,
             "rows": [asdict(r) for r in rows],
         }
         args.json.write_text(json.dumps(found, indent=1))
