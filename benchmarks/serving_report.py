@@ -26,7 +26,8 @@ def excess(gaps: Sequence[float], above: float) -> float:
     if not len(gaps):
         return 0.0
     array = np.asarray(gaps)
-    return float((array[array > above] - np.median(array)).sum())
+    median = np.median(array)
+    return float((array[array > max(above, median)] - median).sum())
 
 
 def rate(transfers: Iterable[tuple[str, float, float]], direction: str) -> float | None:

@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="ours with these options")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--events", type=int, default=12, help="requests beside the streams, per repeat")
+    parser.add_argument("--events", type=int, default=10, help="requests beside the streams, per repeat")
     parser.add_argument("--timeout-s", type=float, default=300, help="per connector")
     parser.add_argument("--json", type=Path, default=Path("serving-traffic.json"))
     parser.add_argument("--markdown", type=Path)

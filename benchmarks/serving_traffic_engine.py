@@ -39,7 +39,7 @@ class Sizes:
     store_prompt: int = 4096
     ttft_prompts: tuple[int, ...] = (8192, 32768)
     throughput_requests: int = 64
-    alone_steps: int = 150
+    alone_steps: int = 120
     period_s: float = 0.3
     excess_above_ms: float = 10.0
     # Prompts that are to be found again generate this many tokens: a connector that saves a prompt in portions, or
@@ -206,7 +206,7 @@ class Engine:
     def settle(self) -> None:
         """Lets pending saves end and be noticed: a pause, then steps; twice, as their ends may free others."""
         for _ in range(2):
-            time.sleep(0.25)
+            time.sleep(0.15)
             self.add(self.prompt(20), 6)
             self.drain()
 

@@ -52,3 +52,14 @@ def model_options(model: str) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="shape-"))
     (folder / "config.json").write_text(json.dumps(SHAPES[model]))
     return {"model": str(folder), "load_format": "dummy"}
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A tokenizer of made-up words, one a token, for servers that answer in text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, **{f"w{i}": i for i in range(1, vocabulary)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)

@@ -22,6 +22,7 @@ def test_excess_counts_only_what_lies_above_the_threshold_and_only_what_exceeds_
     assert excess(gaps, 10) == pytest.approx(20 + 30)
     assert excess(gaps, 40) == 0
     assert excess([], 10) == 0
+    assert excess([20.0, 30.0, 40.0], 10) == pytest.approx(10)  # a gap below the median gives nothing back
 
 
 def test_rate_is_bytes_over_transfer_seconds_of_one_direction() -> None:
