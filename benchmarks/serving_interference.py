@@ -21,7 +21,6 @@ import json
 import os
 import platform
 import statistics
-import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -34,26 +33,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import numpy as np
 
-SHAPES = {
-    "qwen3-4b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-    }
-}
+from shapes import SHAPES, model_options
+
 SETS = 8  # bursts that may be under way at once; each has blocks and slots of its own
 SEGMENTS = 16  # fragments of a block, each in an area of its own
 NONE = "no transfer"
@@ -81,20 +62,16 @@ MODES = (
         {"backend": "chunked", "max_grid_blocks": 8, "chunk_descriptors": 1024, "inflight_chunks": 8},
     ),
     Mode(
-        "chunked, 2 CTAs, 512 KiB awaited",
-        {"backend": "chunked", "max_grid_blocks": 2, "chunk_bytes": 512 << 10, "inflight_chunks": 1},
-    ),
-    Mode(
-        "staged, 4 CTAs, 256 KiB x 1",
-        {"backend": "staged", "max_grid_blocks": 4, "chunk_bytes": 256 << 10, "inflight_chunks": 1},
-    ),
-    Mode(
         "staged, 4 CTAs, 1 MiB x 2",
         {"backend": "staged", "max_grid_blocks": 4, "chunk_bytes": 1 << 20, "inflight_chunks": 2},
     ),
     Mode(
-        "staged, 16 CTAs, 2 MiB x 2",
-        {"backend": "staged", "max_grid_blocks": 16, "chunk_bytes": 2 << 20, "inflight_chunks": 2},
+        "staged, 16 CTAs, 8 MiB x 3",
+        {"backend": "staged", "max_grid_blocks": 16, "chunk_bytes": 8 << 20, "inflight_chunks": 3},
+    ),
+    Mode(
+        "staged, 8 CTAs, 8 MiB, over 20 ms",
+        {"backend": "staged", "max_grid_blocks": 8, "chunk_bytes": 8 << 20, "inflight_chunks": 2, "spread_us": 20_000},
     ),
 )
 
@@ -106,12 +83,7 @@ class Server:
         import torch
         from vllm import EngineArgs, LLMEngine
 
-        options: dict[str, Any] = {}
-        if model in SHAPES:
-            folder = Path(tempfile.mkdtemp(prefix="shape-"))
-            (folder / "config.json").write_text(json.dumps(SHAPES[model]))
-            model = str(folder)
-            options = {"load_format": "dummy"}
+        options = model_options(model)
         self.cuda = torch.cuda.is_available()
         if self.cuda:
             sizes = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= max(batch, 1)]
@@ -122,7 +94,7 @@ class Server:
         else:
             options |= {"enforce_eager": True, "num_gpu_blocks_override": 512, "block_size": 32}
         self.engine = LLMEngine.from_engine_args(
-            EngineArgs(model=model, skip_tokenizer_init=True, max_model_len=max_length, seed=0,
+            EngineArgs(skip_tokenizer_init=True, max_model_len=max_length, seed=0,
                        enable_prefix_caching=False, async_scheduling=False, max_num_seqs=max(batch, 8), **options)
         )  # fmt: skip
         core: Any = self.engine.engine_core
