@@ -32,7 +32,6 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import numpy as np
-
 from shapes import SHAPES, model_options
 
 SETS = 8  # bursts that may be under way at once; each has blocks and slots of its own
