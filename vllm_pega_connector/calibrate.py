@@ -52,7 +52,7 @@ CUDA_DEFAULTS = {
     "memcpy": Defaults(max_grid_blocks=1, chunk_descriptors=4096, chunk_bytes=4 * MIB, inflight_chunks=2),
     "kernel": Defaults(max_grid_blocks=8, inflight_chunks=1),
     "chunked": Defaults(max_grid_blocks=8, chunk_descriptors=1024, chunk_bytes=4 * MIB, inflight_chunks=2),
-    "staged": Defaults(max_grid_blocks=16, chunk_descriptors=65536, chunk_bytes=4 * MIB, inflight_chunks=3),
+    "staged": Defaults(max_grid_blocks=16, chunk_descriptors=65536, chunk_bytes=4 * MIB, inflight_chunks=2),
 }
 CUDA_SETTINGS = (
     *_settings("memcpy", (0, 0, MIB), (0, 0, 4 * MIB), (0, 0, 16 * MIB)),

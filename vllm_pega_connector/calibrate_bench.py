@@ -24,12 +24,9 @@ class HostPlace:
 
     kind = "host"
     gpu_name = ""
-    title = f"host device, {HOST_WORKERS} workers"
+    title = f"host device, workers: {HOST_WORKERS} ({platform.machine()})"
     driver = ""
     xp: Any = np
-
-    def __init__(self) -> None:
-        self.title = f"{self.title} ({platform.machine()})"
 
     def open(self) -> Any:
         from . import _native
@@ -134,13 +131,14 @@ class Bench:
         shape = (self.moving, self._slot_bytes)
         self._host = np.lib.stride_tricks.as_strided(view, shape, (self._slot_bytes, 1))
         self._noise = self._rng.integers(0, 256, shape, dtype=np.uint8)
+        self._noise_there = place.xp.asarray(self._noise)
         base, stride = place.address(self._gpu), self._blocks * range_bytes
         parts = [_native.Segment(base + i * stride, range_bytes, range_bytes, 0) for i in range(self._segments)]
         layout = _native.GroupLayout(parts, self._blocks)
-        self._device = place.open()
+        self._device: Any = place.open()
         place.register(self._device, self._pool)
         known = _native.DeviceProfile(load_profile("auto", place.gpu_name))
-        self._engine = _native.TransferEngine(self._device, self._pool, [layout], [0], known)
+        self._engine: Any = _native.TransferEngine(self._device, self._pool, [layout], [0], known)
         self._jobs = itertools.count(1)
 
     def __enter__(self) -> Bench:
@@ -150,6 +148,7 @@ class Bench:
         if not self._engine.close(DEADLINE_S):
             raise RuntimeError("the engine did not drain")
         self._place.unregister(self._device, self._pool)
+        self._engine = self._device = None
 
     def moves(self, most_ranges: int = 1 << 40) -> np.ndarray:
         """uint32 rows (group, block, slot) of at most so many ranges, at least one block."""
@@ -182,13 +181,13 @@ class Bench:
         xp, slots = self._place.xp, moves[:, 2].astype(np.int64)
         blocks = xp.asarray(moves[:, 1].astype(np.int64))
         by_block = self._gpu.reshape(self._segments, self._blocks, self.range_bytes)
-        noise = self._noise[: len(moves)]
+        noise = self._noise_there[: len(moves)]
         as_ranges = (len(moves), self._segments, self.range_bytes)
         if direction == "load":
-            self._host[slots] = noise
+            self._host[slots] = self._noise[: len(moves)]
             self._gpu.fill(0)
         else:
-            by_block[:, blocks] = xp.asarray(noise).reshape(as_ranges).transpose(1, 0, 2)
+            by_block[:, blocks] = noise.reshape(as_ranges).transpose(1, 0, 2)
             self._host[:] = 0
         self._place.settle()
         self.transfer(direction, moves, policy)
@@ -196,7 +195,7 @@ class Bench:
             moved = by_block[:, blocks].transpose(1, 0, 2).reshape(len(moves), self._slot_bytes)
         else:
             moved = xp.asarray(self._host[slots])
-        if not bool((moved == xp.asarray(noise)).all()):
+        if not bool((moved == noise).all()):
             raise RuntimeError(f"{direction} of {self.range_bytes}-byte ranges moved wrong bytes")
 
     def submit_s(self, run: Callable[[], float], direction: str) -> tuple[float, float]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,9 @@ def draw(profile: dict[str, Any], path: Path) -> None:
     panels[0][0].legend(fontsize="small")
     figure.suptitle(profile["provenance"]["gpu"])
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        figure.savefig(Path(folder) / path.name, dpi=120)
+        os.replace(Path(folder) / path.name, path)
     plt.close(figure)
 
 

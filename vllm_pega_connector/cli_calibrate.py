@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,15 @@ def run(args: Any) -> int:
     console = Console(stderr=True)  # results go to standard output
     start = time.perf_counter()
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=args.json) as bar:
-        task = bar.add_task(place.title, total=1.0)
-        found = calibrate.calibrate(place, plan, lambda text, done: bar.update(task, description=text, completed=done))
+    try:
+        with Progress(*columns, console=console, disable=args.json) as bar:
+            task = bar.add_task(place.title, total=1.0)
+            found = calibrate.calibrate(
+                place, plan, lambda text, part: bar.update(task, description=text, completed=part)
+            )
+    except RuntimeError as error:  # wrong bytes, a failed transfer, too little memory to pin
+        print(f"pega calibrate: {error}; no profile was written", file=sys.stderr)
+        return 1
     profile = calibrate.profile_of(found, place, plan)
     _write(profile, out)
     if plot is not None:
