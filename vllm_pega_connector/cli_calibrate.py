@@ -48,7 +48,7 @@ def run(args: Any) -> int:
         if importlib.util.find_spec("matplotlib") is None:
             raise ConfigError(["--plot: matplotlib is missing; install vllm-pega-connector[bench] or omit --plot"])
     try:
-        from . import calibrate
+        from . import _native, calibrate  # noqa: F401 - said before anything is measured
         from .calibrate_bench import CudaPlace, HostPlace
     except ImportError as error:
         raise ConfigError([f"the native module is missing ({error}); reinstall vllm-pega-connector"]) from None
@@ -63,7 +63,7 @@ def run(args: Any) -> int:
             found = calibrate.calibrate(
                 place, plan, lambda text, part: bar.update(task, description=text, completed=part)
             )
-    except RuntimeError as error:  # wrong bytes, a failed transfer, too little memory to pin
+    except (RuntimeError, MemoryError) as error:  # wrong bytes, a failed transfer, too little memory to pin
         print(f"pega calibrate: {error}; no profile was written", file=sys.stderr)
         return 1
     profile = calibrate.profile_of(found, place, plan)
