@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import cli_agent, cli_config, cli_explain, doctor
+from . import cli_agent, cli_calibrate, cli_config, cli_explain, doctor
 from .config import ConfigError
 
 # Modules with `add_parser(subparsers)`, which sets `run(args) -> exit status` as the parser's default.
-COMMANDS = (cli_explain, cli_config, doctor, cli_agent)
+COMMANDS = (cli_explain, cli_calibrate, cli_config, doctor, cli_agent)
 
 
 class _Parser(argparse.ArgumentParser):

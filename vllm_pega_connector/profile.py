@@ -161,10 +161,10 @@ def write_profile(profile: dict[str, Any], path: str | os.PathLike[str]) -> None
     """Validates and writes a profile, one point a line, replacing the file at once. Raises ValueError, OSError."""
     text = _format(DeviceProfile.model_validate(profile).model_dump(mode="json", exclude_defaults=True)) + "\n"
     path = Path(path)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)  # temporary files are private; a profile is not
-    os.replace(file.name, path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # goes away whatever happens
+        file = Path(folder) / path.name
+        file.write_text(text, encoding="utf-8")
+        os.replace(file, path)
 
 
 def _format(value: Any, indent: str = "") -> str:

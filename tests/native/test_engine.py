@@ -160,6 +160,40 @@ def test_jobs_of_different_size_share_a_lane_within_the_tightest_bound():
     assert sim.violations == []
 
 
+def test_two_instances_keep_their_policies_apart():
+    policies = (
+        {"load": policy("kernel", max_grid_blocks=4, chunk_bytes=1 << 20, inflight_chunks=1),
+         "save": policy("memcpy", chunk_bytes=1024, inflight_chunks=1)},
+        {"load": policy("staged", chunk_bytes=2048, inflight_chunks=2),
+         "save": policy("chunked", max_grid_blocks=3, chunk_bytes=4096, inflight_chunks=1)},
+    )  # fmt: skip
+    rigs = [Rig([layers(64, [1024])], slots=64, seed=seed) for seed in (1, 2)]
+    sims = [native.SimDevice(seed, max_delay_steps=4) for seed in (1, 2)]
+    engines = [
+        rig.engine(sim, load_policy=p["load"], save_policy=p["save"], threaded=False)
+        for rig, sim, p in zip(rigs, sims, policies, strict=True)
+    ]
+    expected = [(rig.device.copy(), rig.host.copy()) for rig in rigs]
+    loads, saves = [(0, b, 63 - b) for b in range(0, 64, 2)], [(0, b, 63 - b) for b in range(1, 64, 2)]
+    for rig, engine, memory in zip(rigs, engines, expected, strict=True):
+        for job, (direction, moves) in enumerate((("load", loads), ("save", saves))):
+            rig.copy(direction, moves, *memory)
+            assert engine.submit(job, direction, rows(moves), keys_for(moves) if direction == "save" else b"")
+    found: list[dict] = [{}, {}]
+    while any(len(results) < 2 for results in found):
+        for engine, results in zip(engines, found, strict=True):
+            engine.step()
+            results |= {r.direction: r for r in engine.poll()}
+    for results, p, rig, (device, host), sim in zip(found, policies, rigs, expected, sims, strict=True):
+        assert {d: (r.status, r.backend) for d, r in results.items()} == {d: ("done", p[d].backend) for d in p}
+        assert np.array_equal(rig.device, device) and np.array_equal(rig.host, host)
+        for most, d in zip(sim.max_outstanding_bytes, ("load", "save"), strict=True):
+            assert most <= p[d].chunk_bytes * p[d].inflight_chunks
+        assert sim.violations == []
+    chunks = [{d: r.chunks for d, r in results.items()} for results in found]
+    assert chunks == [{"load": 1, "save": 32}, {"load": 16, "save": 8}]
+
+
 def test_an_empty_job_ends_too():
     rig = Rig([layers(4, [64])], slots=4)
     engine = rig.engine(native.HostDevice())
