@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 
@@ -9,6 +10,8 @@
 
 namespace pega {
 namespace {
+
+constexpr double kMaxSpread_ms = 10'000;
 
 // Keys that are absent keep the struct's default; unknown keys are ignored: the profile's schema is checked
 // in Python.
@@ -93,6 +96,16 @@ DeviceProfile read_profile(const nb::dict& from) {
       read(row, "chunk_descriptors", &spec.chunk_descriptors);
       read(row, "chunk_bytes", &spec.chunk_bytes);
       read(row, "inflight_chunks", &spec.inflight_chunks);
+    }
+  }
+  const nb::object spread = child(from, "spread_ms");
+  if (!spread.is_none()) {
+    const auto by_objective = nb::cast<nb::dict>(spread);
+    for (auto [objective, value] : by_objective) {
+      const auto name = nb::cast<std::string>(objective);
+      double ms = 0;
+      read(by_objective, name.c_str(), &ms);
+      profile.spread_us[static_cast<int>(parse_objective(name))] = 1000 * std::clamp(ms, 0.0, kMaxSpread_ms);
     }
   }
   return profile;

@@ -51,6 +51,7 @@ struct Job {
   std::vector<uint32_t> order;  // of moves, by slot: the job's bytes as one stream
   std::vector<Range> ranges;
   TransferDecision decision;
+  uint64_t range_bytes = 0;      // of every range, if they are all alike
   size_t next_range = 0;         // first range not wholly submitted
   uint64_t cut = 0;              // bytes of it that were
   uint64_t submitted_bytes = 0;  // position in the stream
@@ -77,7 +78,7 @@ struct Job {
     ranges.clear();
     decision = {};
     next_range = begun = landed = 0;
-    cut = submitted_bytes = begun_end = landed_end = 0;
+    range_bytes = cut = submitted_bytes = begun_end = landed_end = 0;
     outstanding = 0;
     started = -1;
     generations.clear();

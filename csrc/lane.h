@@ -39,8 +39,10 @@ class Lane {
     Job* job = nullptr;  // nullptr: free
     Ticket ticket = 0;
     uint64_t bytes = 0;
-    uint64_t begin = 0;  // position of its first byte in the job's stream
-    std::vector<Range> ranges;
+    uint64_t begin = 0;             // position of its first byte in the job's stream
+    const Range* ranges = nullptr;  // in the job or, if some are parts of the job's, in `parts`
+    size_t count = 0;
+    std::vector<Range> parts;
   };
 
   void poll_chunks();
@@ -54,6 +56,7 @@ class Lane {
   Slot* free_slot(const Job& job);
   bool within_bound(const Job& job, uint64_t bytes) const;
   void pack(Job* job, Slot* slot);
+  uint64_t pack_parts(Job* job, Slot* slot, uint64_t bytes, uint64_t limit);
   uint64_t chunk_limit(const Job& job) const;
   void begin_slots(Job* job);
   void land_slots(Job* job);

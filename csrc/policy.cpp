@@ -43,20 +43,6 @@ Rule rule_of(Objective objective, Direction direction) {
   return kStrict;
 }
 
-// How long a transfer may be stretched so that no decode step feels all of it. On the H200 64 MiB each way,
-// at once, make one step 5 % longer on the GPU; spread over 20 ms (some four steps) 0.6 %. A transfer that
-// takes longer anyway is not slowed down, so that large loads go at full speed; whoever waits for a small one
-// waits this much.
-uint32_t spread_us(Objective objective) {
-  switch (objective) {
-    case Objective::kThroughput: return 0;
-    case Objective::kBalanced: return 20'000;
-    case Objective::kTail: return 40'000;
-    case Objective::kStrict: break;
-  }
-  return 80'000;
-}
-
 constexpr double kGrowthNoise = 0.02;  // p99 of equal decode runs differs by this much at the least (H200)
 constexpr double kTimeNoise = 0.05;    // so do single runs of the same transfer
 constexpr double kLatencyNoiseUs = 2;  // and this much is what polling for completion adds or not
@@ -156,9 +142,14 @@ TransferDecision decide(const TransferShape& given, const DeviceProfile& profile
   }
   bool fixed = policy.backend != Backend::kAuto;
   // Who names a backend gets just that, unless a time is named too.
-  int64_t spread = policy.spread_us >= 0 ? policy.spread_us : fixed ? 0 : spread_us(objective);
+  const double over = profile.spread_us[static_cast<size_t>(objective)];
+  int64_t spread = policy.spread_us >= 0 ? policy.spread_us : fixed || !(over > 0) ? 0 : std::lround(over);
   std::vector<Candidate> all;
   if (shape.total_bytes > 0) all = candidates(shape, profile, policy);
+  // Growth was measured beside transfers at full speed. Spread, one is under way for this part of the time.
+  for (Candidate& c : all) {
+    if (static_cast<double>(spread) > c.us) c.growth *= c.us / static_cast<double>(spread);
+  }
 
   Candidate chosen;
   std::string reason;

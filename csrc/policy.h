@@ -47,6 +47,8 @@ struct DeviceProfile {
   std::array<DirectionProfile, kDirections> direction;
   // What fills the fields that neither a policy nor the chosen setting names, per backend.
   std::array<PolicySpec, kBackends> defaults;
+  // Over how many microseconds a transfer is spread, by objective; 0: it goes as fast as it can.
+  std::array<double, kObjectives> spread_us{};
 };
 
 // Total and deterministic. Explicit fields of `policy` win over the profile.

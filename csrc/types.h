@@ -14,6 +14,7 @@ enum class Backend : uint8_t { kAuto = 0, kMemcpy = 1, kKernel = 2, kChunked = 3
 inline constexpr int kBackends = 5;
 
 enum class Objective : uint8_t { kThroughput = 0, kBalanced = 1, kTail = 2, kStrict = 3 };
+inline constexpr int kObjectives = 4;
 
 // One contiguous run of bytes on both sides. Addresses are what the device interface understands:
 // device = GPU virtual address (host address on HostDevice), host = address inside the host pool.

@@ -11,11 +11,11 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from .config import ConfigError, read_bounded
+from .config import ConfigError, ObjectiveName, read_bounded
 
 BUILT_IN = Path(__file__).parent / "profiles"
 Backend = Literal["memcpy", "kernel", "chunked", "staged"]
@@ -77,6 +77,9 @@ class Defaults(_Model):
     inflight_chunks: int = Field(default=0, ge=0, le=64)
 
 
+Spread = Annotated[float, Field(ge=0, le=10_000)]
+
+
 class Provenance(_Model):
     gpu: str
     driver: str = ""
@@ -99,6 +102,10 @@ class DeviceProfile(_Model):
     provenance: Provenance
     directions: Directions
     defaults: dict[Backend, Defaults]
+    spread_ms: dict[ObjectiveName, Spread] = Field(
+        default={},
+        description="milliseconds over which Auto spreads a transfer that would be faster, by objective; unnamed: none",
+    )
 
 
 def schema() -> dict[str, Any]:

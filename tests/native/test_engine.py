@@ -364,7 +364,8 @@ def test_time_runs_from_submission():
     engine = rig.engine(sim, threaded=False, manual_clock=True)
     engine.submit(1, "save", rows([(0, 1, 1)]), keys_for([(0, 1, 1)]), timeout_s=1.0)
     engine.submit(2, "save", rows([(0, 2, 2)]), keys_for([(0, 2, 2)]), timeout_s=1e9)
-    engine.step(0.9)
+    engine.step(0.8)  # plans
+    engine.step(0.1)
     assert sim.chunks == 2 and engine.poll() == []
     engine.step(0.2)
     assert engine.poll() == [], "ended while a copy could still write"
@@ -411,6 +412,7 @@ def test_close_cancels_and_reports_what_is_still_in_flight():
     sim = native.SimDevice(4, max_delay_steps=10**6)
     engine = rig.engine(sim, threaded=False)
     engine.submit(1, "save", rows([(0, 1, 1)]))
+    engine.step()  # plans
     engine.step()
     assert engine.close(timeout_s=0.0) is False
     assert engine.poll() == []
