@@ -73,6 +73,13 @@ def drops_last_hit_block(vllm_config: Any) -> bool:
     return bool(drops())
 
 
+def alone(connector: Any) -> bool:
+    """Whether vLLM knows this connector itself, and not a MultiConnector around it (asked on the worker side)."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return not has_kv_transfer_group() or get_kv_transfer_group() is connector
+
+
 def worker_rank() -> tuple[int, int]:
     """(pipeline rank, tensor rank) of this worker, as vLLM keys handshake metadata."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group

@@ -74,7 +74,9 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(dict.fromkeys(names, kv_cache))
 
     def get_handshake_metadata(self) -> PegaHandshake | None:
-        return self._worker.handshake if self._worker is not None else None
+        # MultiConnector hands every child the first one's metadata, and NixlConnector ends the start when that is
+        # not its own. There ours takes another way, with the first step.
+        return self._worker.take_handshake() if self._worker is not None and compat.alone(self) else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

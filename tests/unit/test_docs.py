@@ -107,7 +107,7 @@ def test_every_pega_command_shown_parses() -> None:
             words = words[words.index("pega") + 1 :]
             if len(words) < 2 and words != ["doctor"]:
                 continue  # a command's name
-            if "|" in command or "\u2026" in command or "FILE]" in command:
+            if "|" in command or "\u2026" in command or "FILE]" in command or "[--" in command:
                 continue  # a description, not a command
             seen += 1
             try:
@@ -146,4 +146,4 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "WARNING" not in done.stderr and (tmp_path / "operations" / "index.html").exists()
+    assert "WARNING -" not in done.stderr and (tmp_path / "operations" / "index.html").exists()
