@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 class PegaConnector(KVConnectorBase_V1, SupportsHMA):
+    _cache_hit_source = compat.host_memory()  # for vllm:prompt_tokens_cached_by_source_total
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
