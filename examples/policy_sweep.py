@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo")]
 
 POLICIES = ("auto", "memcpy", "kernel", "chunked", "staged")
 LIMIT_S = 600
@@ -181,7 +181,8 @@ def server(args: argparse.Namespace) -> Iterator[Api]:
     import os
 
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
-    from examples.demo.server import serve
+    from server import serve  # the demo's
+
     from tests.support.tiny_model import make_tiny_model
 
     transfer = {"kv_connector": "PegaConnector", "kv_connector_module_path": "vllm_pega_connector",

@@ -19,13 +19,13 @@ tar -xzf dist/*.tar.gz -C "$work/source" --strip-components 1
 python -m build --no-isolation --wheel --outdir "$work/raw" "$work/source"
 # The tag says which glibc the wheel needs; libstdc++ is the system's, as manylinux allows.
 auditwheel repair --wheel-dir dist "$work"/raw/*.whl
-auditwheel show dist/*.whl | grep -m 1 -A 1 'consistent with'
+auditwheel show dist/*.whl
 
 # The copy costs no space: hard links. What pip removes there, it unlinks; the original keeps its files.
 cp -al "$root/.venv" "$work/venv"
 try=$work/venv/bin
 # A new file each, for the copy alone, that starts the copy's interpreter.
-grep -lIZ "^#!$bin/python" "$try"/* | xargs -0 sed -i "1s|^#!$bin/|#!$try/|"
+grep -lIZ -d skip "^#!$bin/python" "$try"/* | xargs -0 sed -i "1s|^#!$bin/|#!$try/|"
 "$try/python" -m pip --disable-pip-version-check uninstall -q -y vllm-pega-connector
 "$try/python" -m pip --disable-pip-version-check install -q --no-deps --no-index dist/*.whl
 

@@ -73,6 +73,22 @@ def drops_last_hit_block(vllm_config: Any) -> bool:
     return bool(drops())
 
 
+def host_memory() -> Any:
+    """What vLLM's metrics call the tier our tokens come from; None where it does not tell tiers apart."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.HOST
+
+
+def alone(connector: Any) -> bool:
+    """Whether vLLM knows this connector itself, and not a MultiConnector around it (asked on the worker side)."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return not has_kv_transfer_group() or get_kv_transfer_group() is connector
+
+
 def worker_rank() -> tuple[int, int]:
     """(pipeline rank, tensor rank) of this worker, as vLLM keys handshake metadata."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group

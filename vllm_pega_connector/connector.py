@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 class PegaConnector(KVConnectorBase_V1, SupportsHMA):
+    _cache_hit_source = compat.host_memory()  # for vllm:prompt_tokens_cached_by_source_total
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -74,7 +76,9 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(dict.fromkeys(names, kv_cache))
 
     def get_handshake_metadata(self) -> PegaHandshake | None:
-        return self._worker.handshake if self._worker is not None else None
+        # MultiConnector hands every child the first one's metadata, and NixlConnector ends the start when that is
+        # not its own. There ours takes another way, with the first step.
+        return self._worker.take_handshake() if self._worker is not None and compat.alone(self) else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

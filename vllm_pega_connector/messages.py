@@ -42,13 +42,17 @@ class PegaMetadata(KVConnectorMetadata):
 
 @dataclass
 class PegaWorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler: (rank, job id, error) of every job that ended; error "" = done."""
+    """Workers to scheduler: (rank, job id, error) of every job that ended; error "" = done.
+
+    handshakes: once, where vLLM's own way of handing them over belongs to another connector.
+    """
 
     ended: list[tuple[Rank, int, str]] = field(default_factory=list)
+    handshakes: dict[Rank, "PegaHandshake"] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "PegaWorkerMetadata":
         assert isinstance(other, PegaWorkerMetadata)
-        return PegaWorkerMetadata(self.ended + other.ended)
+        return PegaWorkerMetadata(self.ended + other.ended, self.handshakes | other.handshakes)
 
 
 @dataclass(frozen=True)

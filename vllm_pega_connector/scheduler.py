@@ -101,6 +101,7 @@ class PegaScheduler:
         self._index: Any = None  # made when the workers' pools are known
         self._pool: Any = None  # vLLM's block pool
         self._handshakes: dict[Rank, PegaHandshake] = {}
+        self._reported: dict[Rank, PegaHandshake] = {}  # beside other connectors: by the workers, until all have
         self._requests: dict[str, RequestState] = {}
         self._jobs: dict[int, Job] = {}
         self._next_job = 1
@@ -126,14 +127,9 @@ class PegaScheduler:
         """Makes the index over the slots that every rank has. Told again (after sleep), it keeps what it knows."""
         from vllm_pega_connector._native import SlotIndex
 
-        if not all(isinstance(h, PegaHandshake) for h in handshakes.values()):
-            # MultiConnector hands every child the metadata of the first that has any.
-            logger.warning(
-                "PegaConnector is off: it was given another connector's handshake; make it the first of "
-                "MultiConnector's connectors"
-            )
-            return
-        if handshakes == self._handshakes:
+        # MultiConnector hands every child the metadata of the first that has any; then `update` brings ours.
+        ours = all(isinstance(h, PegaHandshake) for h in handshakes.values())
+        if not ours or not handshakes or handshakes == self._handshakes:
             return
         self._handshakes = dict(handshakes)
         first = next(iter(handshakes.values()))
@@ -408,6 +404,11 @@ class PegaScheduler:
     # --- results ---
 
     def update(self, metadata: PegaWorkerMetadata) -> None:
+        if metadata.handshakes:
+            self._reported |= metadata.handshakes
+            parallel = self._vllm_config.parallel_config
+            if len(self._reported) == parallel.tensor_parallel_size * parallel.pipeline_parallel_size:
+                self.set_workers(dict(self._reported))
         for rank, job_id, error in metadata.ended:
             self._report(rank, job_id, error)
 

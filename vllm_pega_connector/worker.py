@@ -30,6 +30,7 @@ class PegaWorker:
         self._kv_caches: dict[str, Any] = {}  # keeps the memory that the engine knows by address
         self._stream: Callable[[], int] = lambda: 0
         self._handshake: PegaHandshake | None = None
+        self._untold: dict[Rank, PegaHandshake] = {}
         # Loads by job: whose they are and which blocks they write, until they are reported.
         self._loads: dict[int, tuple[str, np.ndarray]] = {}
         self._ended: list[tuple[Rank, int, str]] = []
@@ -96,6 +97,7 @@ class PegaWorker:
             PoolShare.of(self._pool.data_fd, self._pool.table_fd),
             layout_identity(kv_caches.items(), blocks),
         )
+        self._untold = {self._rank: self._handshake}
         pool = f"{size(self._pool.nbytes)} of host memory: {sum(slots):,} blocks of {size(classes[-1])}"
         if self._rank == (0, 0):
             logger.info("%s", startup_block(device.name, pool, blocks, layouts[0].slot_bytes,
@@ -188,11 +190,17 @@ class PegaWorker:
         blocks, self._bad_blocks = self._bad_blocks, set()
         return blocks
 
+    def take_handshake(self) -> PegaHandshake | None:
+        """For vLLM to hand over; where nobody takes it, the first step's report tells it."""
+        self._untold = {}
+        return self._handshake
+
     def take_ended(self) -> PegaWorkerMetadata | None:
-        if not self._ended:
+        if not self._ended and not self._untold:
             return None
         ended, self._ended = self._ended, []
-        return PegaWorkerMetadata(ended)
+        handshakes, self._untold = self._untold, {}
+        return PegaWorkerMetadata(ended, handshakes)
 
     def take_stats(self) -> PegaStats | None:
         self._stats.data["faults"] += take_faults()

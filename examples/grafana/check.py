@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 import urllib.error
@@ -78,6 +79,7 @@ def draw(prometheus: str, path: Path, seconds: int, window: str) -> None:
                 label = question.legend
                 for name, value in series["metric"].items():
                     label = label.replace("{{" + name + "}}", value)
+                label = re.sub(r"\{\{\w+\}\}", "", label).strip()  # labels that are empty are absent
                 times, values = zip(*((at - end, float(value)) for at, value in series["values"]), strict=True)
                 axis.plot(times, values, linewidth=1, label=label[:40] or None)
         axis.set_title(f"{title} ({asked[0].unit})", fontsize="small")

@@ -186,6 +186,9 @@ def test_every_byte_block_and_transfer_is_counted(started: tuple[Server, Scraper
                      f"transfer_seconds_count {labels}": 1, f"queue_seconds_count {labels}": 1}  # fmt: skip
     assert changed == expected
     assert server.total("vllm:external_prefix_cache_hits_total") - hits == 4 * PROMPT_BLOCKS * BLOCK
+    tiers = server.metrics().get("vllm:prompt_tokens_cached_by_source_total", [])  # not in older vLLM
+    external = {labels["source"]: tokens for labels, tokens in tiers if labels["source"] != "device" and tokens}
+    assert external == ({"host": 4 * PROMPT_BLOCKS * BLOCK} if tiers else {})
 
 
 def _device(found: Samples) -> str:

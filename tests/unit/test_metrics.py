@@ -200,3 +200,32 @@ def test_each_kind_of_decision_is_logged_once(caplog: pytest.LogCaptureFixture, 
     for n in range(2 * MAX_KINDS):
         log.note(result("load", f"b{n}"))
     assert len(caplog.records) == MAX_KINDS
+
+
+# --- warnings at the start ---
+
+
+@pytest.mark.parametrize(
+    ("role", "settings", "warned"),
+    [
+        ("kv_consumer", (), True),
+        ("kv_consumer", (("migration", {"listen": "127.0.0.1:0"}),), False),
+        ("kv_both", (), False),
+        ("kv_producer", (), False),
+    ],
+)
+def test_a_consumer_whose_pool_nothing_fills(role, settings, warned, monkeypatch, caplog) -> None:
+    import logging
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from tests.support.fake_setup import Setup, make_kv_cache_config, make_vllm_config
+    from vllm_pega_connector import connector
+
+    monkeypatch.setattr(connector, "logger", logging.getLogger("connector-under-test"))
+    setup = Setup(role=role, settings=settings)
+    connector.PegaConnector(make_vllm_config(setup), KVConnectorRole.SCHEDULER, make_kv_cache_config(setup))
+    said = [r.getMessage() for r in caplog.records if "nothing will ever fill the host pool" in r.getMessage()]
+    assert bool(said) == warned
+    if warned:
+        assert 'set kv_role to "kv_both", or configure migration' in said[0]

@@ -585,17 +585,26 @@ def test_told_of_the_workers_again_the_pool_is_still_known() -> None:
     engine.check_idle()
 
 
-def test_another_connector_s_handshake_turns_us_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(guard.logger, "warning", warnings.append)
-    setup = Setup()
-    connector = PegaConnector(make_vllm_config(setup), KVConnectorRole.SCHEDULER, make_kv_cache_config(setup))
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
-    assert "make it the first of MultiConnector's connectors" in warnings[-1]
+@pytest.mark.parametrize("given", [{(0, 0): object()}, {}])
+def test_beside_other_connectors_the_workers_tell_of_their_pools(
+    given: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MultiConnector hands us another's handshake, or none."""
+    setup = Setup(host_slots=(64, 32))
+    config = make_vllm_config(setup)
+    monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", 2)
+    connector = PegaConnector(config, KVConnectorRole.SCHEDULER, make_kv_cache_config(setup))
+    connector.set_xfer_handshake_metadata_pp_aware(given)
     request = FakeEngine(setup).add(tokens(40), 1)
     connector.on_new_request(request)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert connector.build_connector_meta(SchedulerOutput.make_empty()) == PegaMetadata()
+    assert connector._scheduler is not None
+    ranks = [PegaWorkerMetadata([], {(0, r): PegaHandshake((n,), (4096,), (0,))}) for r, n in enumerate((64, 32))]
+    connector._scheduler.update(ranks[0])
+    assert "total" not in connector._scheduler.counts()  # one rank's pool is not known yet
+    connector._scheduler.update(ranks[0].aggregate(ranks[1]))
+    assert connector._scheduler.counts()["total"] == 32
 
 
 def test_statistics_are_told_once() -> None:

@@ -49,3 +49,32 @@ def test_a_second_engine_in_one_process_is_refused(worker: PegaWorker) -> None:
         worker.register(kv())
     assert worker._engine is engine and worker._kv_caches is first
     worker.shutdown()
+
+
+def test_the_pool_is_told_once_by_either_way(worker: PegaWorker) -> None:
+    """By vLLM's handshake, or, where MultiConnector keeps that for another connector, with the first step's report."""
+    worker.register(kv())
+    told = worker.take_ended()
+    assert told is not None and told.handshakes == {(0, 0): worker.handshake} and not told.ended
+    assert worker.take_ended() is None
+    worker._untold = told.handshakes
+    assert worker.take_handshake() == worker.handshake is not None
+    assert worker.take_ended() is None
+    worker.shutdown()
+
+
+def test_under_a_multi_connector_the_handshake_is_another_s(
+    worker: PegaWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    from vllm_pega_connector import PegaConnector
+
+    worker.register(kv())
+    connector = PegaConnector.__new__(PegaConnector)
+    connector._worker = worker
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())
+    assert connector.get_handshake_metadata() is None
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
+    assert connector.get_handshake_metadata() == worker.handshake is not None
+    worker.shutdown()
