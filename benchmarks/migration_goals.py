@@ -22,6 +22,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -114,41 +115,40 @@ def pulled(run: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stall(report: Report, pair: Pair, tokens: int, seconds: float, rounds: int) -> None:
-    for side in ("source", "target"):
-        pairs: list[dict[str, Any]] = []
-        for n in range(rounds):
-            if report.left() < 2 * seconds:
-                break
-            done: dict[str, Any] = {}
-            for what in ("idle", "stalled")[:: 1 if n % 2 else -1]:
-                seed = pair.computed(tokens)
-                if what == "idle":
-                    done[what] = pair.migrate(seed, tokens)
-                elif side == "source":
-                    done[what] = pair.migrate_stalled_source(seed, tokens, seconds)
-                else:
-                    done[what] = pair.migrate(seed, tokens, seconds)
-                pair.target.ask("settle")
-            pairs.append(done)
-        if not pairs:
-            continue
-        result = {
-            "tokens": tokens, "seconds": seconds, "rounds": len(pairs),
-            "whole": all(p[w]["whole"] for p in pairs for w in p),
-            "pull_idle_s": statistics.median(p["idle"]["pull_s"] for p in pairs),
-            "pull_stalled_s": statistics.median(p["stalled"]["pull_s"] for p in pairs),
-            "pull_stalled_to_idle": statistics.median(p["stalled"]["pull_s"] / p["idle"]["pull_s"] for p in pairs),
-            "ttft_idle_s": statistics.median(p["idle"]["ttft_s"] for p in pairs),
-            "ttft_stalled_s": statistics.median(p["stalled"]["ttft_s"] for p in pairs),
-            "ttft_stalled_to_idle": statistics.median(p["stalled"]["ttft_s"] / p["idle"]["ttft_s"] for p in pairs),
-        }  # fmt: skip
-        if side == "source":
-            result["pulls_inside_the_stall"] = sum(p["stalled"]["inside"] for p in pairs)
-        print(f"--- {side} stalled")
-        show(result)
-        report.result["stall"][side] = result | {"pairs": pairs}
-        report.write()
+def stall(report: Report, pair: Pair, side: str, tokens: int, seconds: float, rounds: int) -> None:
+    pairs: list[dict[str, Any]] = []
+    for n in range(rounds):
+        if report.left() < 2 * seconds:
+            break
+        done: dict[str, Any] = {}
+        for what in ("idle", "stalled")[:: 1 if n % 2 else -1]:
+            seed = pair.computed(tokens)
+            if what == "idle":
+                done[what] = pair.migrate(seed, tokens)
+            elif side == "source":
+                done[what] = pair.migrate_stalled_source(seed, tokens, seconds)
+            else:
+                done[what] = pair.migrate(seed, tokens, seconds)
+            pair.target.ask("settle")
+        pairs.append(done)
+    if not pairs:
+        return
+    result = {
+        "tokens": tokens, "seconds": seconds, "rounds": len(pairs),
+        "whole": all(p[w]["whole"] for p in pairs for w in p),
+        "pull_idle_s": statistics.median(p["idle"]["pull_s"] for p in pairs),
+        "pull_stalled_s": statistics.median(p["stalled"]["pull_s"] for p in pairs),
+        "pull_stalled_to_idle": statistics.median(p["stalled"]["pull_s"] / p["idle"]["pull_s"] for p in pairs),
+        "ttft_idle_s": statistics.median(p["idle"]["ttft_s"] for p in pairs),
+        "ttft_stalled_s": statistics.median(p["stalled"]["ttft_s"] for p in pairs),
+        "ttft_stalled_to_idle": statistics.median(p["stalled"]["ttft_s"] / p["idle"]["ttft_s"] for p in pairs),
+    }  # fmt: skip
+    if side == "source":
+        result["pulls_inside_the_stall"] = sum(p["stalled"]["inside"] for p in pairs)
+    print(f"--- {side} stalled")
+    show(result)
+    report.result["stall"][side] = result | {"pairs": pairs}
+    report.write()
 
 
 def load(report: Report, pair: Pair, args: argparse.Namespace) -> None:
@@ -232,6 +232,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     report = Report(args.json, args.budget)
+    signal.alarm(int(args.budget) + 60)  # whoever hangs; the instances end with us
     if args.only != "engines":
         agents(report, args.quick)
     if args.only != "agents":
@@ -240,8 +241,9 @@ def main() -> None:
             report.result["engines_ready_s"] = time.monotonic() - report._start
             pair.migrate(pair.computed(args.tokens[0]), args.tokens[0])  # connections, graphs, first touch of pages
             pair.recompute(args.tokens[-1])
+            stall(report, pair, "source", args.tokens[0], args.stall, args.stall_rounds)
             load(report, pair, args)
-            stall(report, pair, args.tokens[0], args.stall, args.stall_rounds)
+            stall(report, pair, "target", args.tokens[0], args.stall, args.stall_rounds)
         finally:
             pair.close()
         for case in report.result["load"]:

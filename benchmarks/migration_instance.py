@@ -197,7 +197,7 @@ class Served:
         def read() -> None:
             for line in sys.stdin:
                 self.commands.put(json.loads(line))
-            self.commands.put(["end"])
+            os._exit(0)  # whatever the main thread does
 
         threading.Thread(target=read, daemon=True).start()
         while True:
@@ -207,8 +207,6 @@ class Served:
             except queue.Empty:
                 self.step()
                 continue
-            if command == "end":
-                return
             answers.write(json.dumps(getattr(self, command)(*args)) + "\n")
             answers.flush()
 
@@ -225,7 +223,6 @@ def main(answers: str, model: str, host_gib: str, gpu_blocks: str) -> None:
     served = Served(model, float(host_gib), int(gpu_blocks))
     with os.fdopen(int(answers), "w") as out:
         served.serve(out)
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import glob
 import itertools
 import math
 import os
-import sysconfig
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -110,8 +110,7 @@ def _import_engine() -> Any:
             "mooncake-transfer-engine (CUDA 12) or mooncake-transfer-engine-non-cuda"
         ) from None
     except ImportError as first:
-        site = sysconfig.get_path("purelib")
-        for library in glob.glob(f"{site}/nvidia/*/lib/libcudart.so.*"):
+        for library in (found for folder in sys.path for found in glob.glob(f"{folder}/nvidia/*/lib/libcudart.so.*")):
             ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
         try:
             from mooncake.engine import TransferEngine
