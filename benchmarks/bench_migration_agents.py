@@ -2,7 +2,7 @@
 """Pulls between two migration agents on this machine, against a bare Mooncake read of the same slots. No vLLM.
 
 Every round does both, in turns first and second, so that the ratio of a pair sees the same machine. "Bare" is
-Mooncake's `batch_transfer_sync_read` of all descriptors in one call, from a process of its own into the same target memory.
+Mooncake's `batch_transfer_sync_read` of all descriptors in one call, between two processes, into the same memory.
 Said of a pull:
 
 * its wall time, from before it is posted until the engine's side has seen its end;

@@ -6,10 +6,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+import statistics
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
@@ -43,6 +47,12 @@ def source() -> Iterator[VllmInstance]:
 
 @pytest.fixture(scope="module")
 def target(source: VllmInstance) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_pega_connector.migration.client.LAST_RESTART_S", 0.5)  # these tests end many agents
+        yield from started_target(source)
+
+
+def started_target(source: VllmInstance) -> Iterator[Engine]:
     made = Engine(config(), **OPTIONS)
     migration = made.connector._scheduler._migration
     take = migration.take_stats
@@ -89,6 +99,38 @@ def migrated(target: Engine, source: str, tokens: list[int], generate: int = 12)
     return seen.hit_tokens
 
 
+def ready(target: Engine) -> None:
+    migration = target.connector._scheduler._migration
+    deadline = time.monotonic() + 60
+    while not migration._client.ready:
+        migration.poll()
+        assert time.monotonic() < deadline, migration.failure
+        time.sleep(0.01)
+
+
+def next_agent(target: Engine) -> None:
+    """Ends the target's agent and waits for the one that follows."""
+    client = target.connector._scheduler._migration._client
+    ready(target)
+    starts = client.starts
+    client.kill()
+    while client.starts == starts or not client.ready:
+        target.connector._scheduler._migration.poll()
+        time.sleep(0.01)
+
+
+@contextmanager
+def our_agent_frozen(target: Engine) -> Iterator[None]:
+    """So that something can happen while a pull is under way."""
+    ready(target)
+    pid = target.connector._scheduler._migration._client.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_what_one_instance_computed_is_a_hit_on_the_other(source: VllmInstance, target: Engine) -> None:
     tokens = prompt(1, 200)
     first = source.ask("run", tokens, 40)
@@ -118,16 +160,13 @@ def test_abort_during_the_pull(source: VllmInstance, target: Engine) -> None:
     tokens = prompt(3, 400)
     address = source.ask("run", tokens, 2)["params"]["pega"]["source"]
     migration = target.connector._scheduler._migration
-    os.kill(migration._client.pid, signal.SIGSTOP)  # so that we are in time
-    try:
+    with our_agent_frozen(target):
         request = target.add(Ask(tuple(tokens), 6, (("source", address),)))
         target.step()
         assert target.counts()["pulls"] == 1
         target.abort(request)
         target.finish()
         assert target.counts()["pulls"] == 1
-    finally:
-        os.kill(migration._client.pid, signal.SIGCONT)
     while migration.counts()["pulls"]:
         migration.poll()
     # It went on without the request, and the next one finds its blocks.
@@ -204,21 +243,133 @@ def test_after_a_reset_nothing_old_is_given_away(source: VllmInstance, target: E
     assert migrated(target, address, tokens) == 150 // BLOCK * BLOCK
 
 
+def test_two_instances_pull_from_each_other_at_once(source: VllmInstance, target: Engine) -> None:
+    theirs, ours = prompt(20, 500), prompt(21, 500)
+    expected = references([Ask(tuple(theirs), 6), Ask(tuple(ours), 6)])
+    address = source.ask("run", theirs, 2)["params"]["pega"]["source"]
+    (run,) = target.run([Ask(tuple(ours), 2)])
+    assert run.params is not None
+    source.tell("run", ours, 6, run.params["pega"]["source"])
+    assert migrated(target, address, theirs, 6) == 500 // BLOCK * BLOCK
+    got = source.answer()
+    assert got["hits"] == 500 // BLOCK * BLOCK
+    assert got["tokens"] == expected[Ask(tuple(ours), 6).key]
+
+
+def test_blocks_that_go_away_during_the_pull(source: VllmInstance, target: Engine) -> None:
+    tokens = prompt(22, 300)
+    address = source.ask("run", tokens, 2)["params"]["pega"]["source"]
+    with our_agent_frozen(target):
+        request = target.add(Ask(tuple(tokens), 6, (("source", address),)))
+        target.step()
+        assert target.counts()["pulls"] == 1
+        source.ask("forget")
+    target.finish()
+    run = target.requests[request]
+    assert run.tokens == references([run.ask])[run.ask.key]
+    assert results(target) == [("failed", "not_found")]
+    target.forget_all()
+    source.ask("run", tokens, 2)
+    assert migrated(target, address, tokens) == 300 // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("field", ["model", "block_size"])
+def test_another_kind_of_peer_is_refused_by_name(
+    source: VllmInstance, target: Engine, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(23, 200)
+    address = source.ask("run", tokens, 2)["params"]["pega"]["source"]
+    client = target.connector._scheduler._migration._client
+    spec = client._spec
+
+    def other() -> Any:
+        made = spec()
+        assert field in made.fingerprint
+        return msgspec.structs.replace(made, fingerprint={**made.fingerprint, field: "other"})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_spec", other)
+        next_agent(target)
+        assert migrated(target, address, tokens) == 0
+        assert results(target) == [("failed", f"refused_{field}")]
+    next_agent(target)
+    target.forget_all()
+    assert migrated(target, address, tokens) == 200 // BLOCK * BLOCK
+
+
+def test_without_libibverbs_all_is_computed(
+    source: VllmInstance, target: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tokens = prompt(24, 200)
+    address = source.ask("run", tokens, 2)["params"]["pega"]["source"]
+    migration = target.connector._scheduler._migration
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "engine.py").write_text("raise ImportError('libibverbs.so.1: cannot open')")
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        migration._client.kill()
+        deadline = time.monotonic() + 60
+        while not migration.failure:
+            migration.poll()
+            assert time.monotonic() < deadline
+        assert "libibverbs.so.1" in migration.failure and "pega doctor" in migration.failure
+        start = time.monotonic()
+        assert migrated(target, address, tokens) == 0
+        assert time.monotonic() - start < 30
+    ready(target)
+    target.forget_all()
+    assert migrated(target, address, tokens) == 200 // BLOCK * BLOCK
+
+
 def test_a_stalled_source_engine_does_not_matter(source: VllmInstance, target: Engine) -> None:
-    """The source's process holds its GIL for ten seconds; a pull from it takes as long as from an idle one."""
-    address = ""
-    for seed in (10, 11):
-        address = source.ask("run", prompt(seed, 900), 2)["params"]["pega"]["source"]
-    start = time.monotonic()
-    assert migrated(target, address, prompt(10, 900), 1) == 900 // BLOCK * BLOCK
-    idle = time.monotonic() - start
+    """While the source's process holds its GIL for ten seconds, pulls from it take less than twice as long as from an
+    idle one: medians of five."""
+    asks = [Ask(tuple(prompt(30 + n, 600)), 1) for n in range(11)]
+    expected = references(asks)
+    for ask in asks:
+        address = source.ask("run", list(ask.prompt), 2)["params"]["pega"]["source"]
+
+    def pull(ask: Ask) -> float:
+        start = time.monotonic()
+        with target.watch() as seen:
+            (run,) = target.run([Ask(ask.prompt, 1, (("source", address),))])
+        seconds = time.monotonic() - start
+        assert seen.hit_tokens == (600 - 1) // BLOCK * BLOCK and run.tokens == expected[ask.key]
+        return seconds
+
+    pull(asks[10])  # connections
+    idle = [pull(ask) for ask in asks[:5]]
     source.ask("hold_gil", 10)
     time.sleep(0.3)
     source.tell("counts")  # cannot be answered before the GIL is free again
-    start = time.monotonic()
-    assert migrated(target, address, prompt(11, 900), 1) == 900 // BLOCK * BLOCK
-    stalled = time.monotonic() - start
+    stalled = [pull(ask) for ask in asks[5:10]]
     waited = time.monotonic()
     source.answer()
     assert time.monotonic() - waited > 1, "the source was not stalled at all"
-    assert stalled < max(2 * idle, 1.0), (idle, stalled)
+    assert statistics.median(stalled) < 2 * statistics.median(idle), (idle, stalled)
+
+
+def test_a_source_killed_before_during_and_after_a_pull(source: VllmInstance, target: Engine) -> None:
+    """The last test: it takes the source away."""
+    before, during, after = (prompt(n, 300) for n in (50, 51, 52))
+    for tokens in (before, during, after):
+        address = source.ask("run", tokens, 2)["params"]["pega"]["source"]
+    assert migrated(target, address, after) == 300 // BLOCK * BLOCK
+    with our_agent_frozen(target):
+        request = target.add(Ask(tuple(during), 6, (("source", address),)))
+        target.step()
+        assert target.counts()["pulls"] == 1
+        source.process.kill()
+        source.process.wait()
+        time.sleep(1.0)  # its agent ends with it
+        start = time.monotonic()
+    target.finish()
+    assert time.monotonic() - start < 10
+    run = target.requests[request]
+    assert run.tokens == references([run.ask])[run.ask.key]
+    assert results(target)[-1][0] == "failed"
+    assert migrated(target, address, before) == 0
+    assert results(target)[0][0] == "failed"
+    target.drop_gpu_cache()
+    assert migrated(target, address, after) == 300 // BLOCK * BLOCK  # what has come is kept
