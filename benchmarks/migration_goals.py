@@ -205,6 +205,7 @@ def loaded(streams: int, tokens: int, rounds: list[dict[str, Any]]) -> dict[str,
         "phase_ms": {p: 1e3 * statistics.median(m["seconds"][p] for m in moved) for p in PHASES},
         "gap_ms_max": 1e3 * max(m["gap_s"] for m in moved),
         "ttft_migrated_s": statistics.median(m["ttft_s"] for m in moved),
+        "ttft_without_pull_s": statistics.median(m["ttft_s"] - m["pull_s"] for m in moved),
         "ttft_recomputed_s": statistics.median(r["recomputed"]["ttft_s"] for r in rounds),
         "ttft_migrated_to_recomputed": statistics.median(
             r["migrated"]["ttft_s"] / r["recomputed"]["ttft_s"] for r in rounds
