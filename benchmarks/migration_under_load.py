@@ -32,7 +32,7 @@ from typing import Any
 
 import aiohttp
 
-PHASES = ("lookup", "read", "validate")
+PHASES = ("post", "lookup", "queue", "read", "validate")
 SAVE_S = 1.0  # the source's saves go on a little after its answer
 WARM_UP_S = 2.0
 

@@ -63,9 +63,10 @@ def main(answers: str, extra: str, options: str) -> None:
             migration.poll()
         return str(migration.port)
 
-    def run(prompt: list[int], tokens: int) -> dict[str, Any]:
-        (request,) = engine.run([Ask(tuple(prompt), tokens)])
-        return {"tokens": request.tokens, "params": request.params}
+    def run(prompt: list[int], tokens: int, source: str = "") -> dict[str, Any]:
+        with engine.watch() as seen:
+            (request,) = engine.run([Ask(tuple(prompt), tokens, (("source", source),) if source else ())])
+        return {"tokens": request.tokens, "params": request.params, "hits": seen.hit_tokens}
 
     def hold_gil(seconds: float) -> str:
         def hold() -> None:

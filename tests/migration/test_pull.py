@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("mooncake.engine")
 
 from tests.migration.support import FINGERPRINT, Instance, content, key, keys, u32
+from vllm_pega_connector.migration.data import BATCH_BYTES, BATCH_DESCRIPTORS, BATCHES_IN_FLIGHT, batches
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def test_blocks_arrive_whole_and_in_their_slots(pair: tuple[Instance, Instance])
     end = target.pull(source.address, range(20), slots)
     assert end.reason == "" and end.source == source.address
     assert end.published == b"\1" * 20 and end.unsafe == bytes(20)
-    assert end.nbytes == 20 * source.slot_bytes and set(end.seconds) == {"lookup", "read", "validate"}
+    assert end.nbytes == 20 * source.slot_bytes and set(end.seconds) == {"post", "lookup", "queue", "read", "validate"}
     assert all(target.holds(n, slot) for n, slot in enumerate(slots))
 
 
@@ -89,6 +90,16 @@ def test_checksums(pair: tuple[Instance, Instance]) -> None:
         assert end.published == b"\1" * 8 and all(target.holds(n, n) for n in range(8))
 
 
+def test_batches_keep_order_and_both_bounds() -> None:
+    small = [(i, i, 4096) for i in range(2 * BATCH_DESCRIPTORS + 1)]
+    assert [len(b) for b in batches(small)] == [BATCH_DESCRIPTORS, BATCH_DESCRIPTORS, 1]
+    large = [(i, i, size) for i, size in enumerate((BATCH_BYTES + 1, BATCH_BYTES // 2, BATCH_BYTES // 2, 1))]
+    assert [len(b) for b in batches(large)] == [1, 2, 1]
+    for descriptors in ([], small, large):
+        assert [d for b in batches(descriptors) for d in b] == descriptors
+    assert BATCH_DESCRIPTORS * BATCHES_IN_FLIGHT <= 1024  # what Mooncake takes of a peer
+
+
 def test_blocks_larger_than_a_descriptor() -> None:
     with (
         Instance(slots=8, slot_bytes=(5 << 20) + 4096) as source,
@@ -98,6 +109,8 @@ def test_blocks_larger_than_a_descriptor() -> None:
         end = target.pull(source.address, range(3), [7, 1, 0])
         assert end.published == b"\1" * 3
         assert all(target.holds(n, slot) for n, slot in enumerate([7, 1, 0]))
+        end = target.pull(source.address, range(3), [2, 3, 4])
+        assert end.published == b"\1" * 3 and end.gap_s == 0.0  # one batch
 
 
 def test_more_blocks_than_mooncake_takes_at_once() -> None:
@@ -108,6 +121,7 @@ def test_more_blocks_than_mooncake_takes_at_once() -> None:
         end = target.pull(source.address, range(3000), order[3000:], timeout_s=20)
         assert end.published == b"\1" * 3000, end.reason
         assert all(target.holds(n, order[3000 + n]) for n in range(3000))
+        assert 0 < end.gap_s < end.seconds["read"]
 
 
 def test_ipv6() -> None:

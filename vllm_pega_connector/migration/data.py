@@ -8,16 +8,20 @@ import glob
 import itertools
 import math
 import os
-import sysconfig
+import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-# Mooncake over TCP refuses beyond 1,024 queued descriptors a peer (0.3.13); two batches are in flight.
+# Mooncake over TCP refuses beyond 1,024 queued descriptors a peer (0.3.13). A batch is small, so that work is handed
+# over every few milliseconds and little is in doubt after a failure.
 BATCH_DESCRIPTORS = 256
-BATCHES_IN_FLIGHT = 2
+BATCH_BYTES = 16 << 20
+BATCHES_IN_FLIGHT = 4
 # A descriptor takes one of four lanes, at 60 to 85 us and 1 to 2 GB/s each over loopback: best at 256 KiB to 1 MiB.
 DESCRIPTOR_BYTES = 1 << 20
 MOONCAKE_TIMEOUT_FLOOR_S = 5  # Mooncake takes no less
@@ -52,6 +56,33 @@ def runs(
     return out, covers
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What came of a read. What lies between `landed` and `started`, both counted in descriptors from the first, may
+    still be written at any time, for as long as this process lives."""
+
+    landed: int
+    started: int
+    handed: tuple[float, ...]  # time.monotonic() at which each batch was handed to Mooncake
+
+    @property
+    def gap_s(self) -> float:
+        """The longest time between two batches handed over."""
+        return max((b - a for a, b in itertools.pairwise(self.handed)), default=0.0)
+
+
+def batches(descriptors: Sequence[Run]) -> Iterator[Sequence[Run]]:
+    """In order; each within BATCH_DESCRIPTORS, and within BATCH_BYTES unless one descriptor is larger."""
+    begin = nbytes = 0
+    for at, (_, _, size) in enumerate(descriptors):
+        if at > begin and (at - begin == BATCH_DESCRIPTORS or nbytes + size > BATCH_BYTES):
+            yield descriptors[begin:at]
+            begin, nbytes = at, 0
+        nbytes += size
+    if begin < len(descriptors):
+        yield descriptors[begin:]
+
+
 def _environment(transport: str, timeout_s: float, host: str) -> dict[str, str]:
     """Mooncake is set up by environment variables, read when it is imported or initialised."""
     env = {
@@ -79,8 +110,7 @@ def _import_engine() -> Any:
             "mooncake-transfer-engine (CUDA 12) or mooncake-transfer-engine-non-cuda"
         ) from None
     except ImportError as first:
-        site = sysconfig.get_path("purelib")
-        for library in glob.glob(f"{site}/nvidia/*/lib/libcudart.so.*"):
+        for library in (found for folder in sys.path for found in glob.glob(f"{folder}/nvidia/*/lib/libcudart.so.*")):
             ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
         try:
             from mooncake.engine import TransferEngine
@@ -114,28 +144,25 @@ class DataPlane:
                     "`ulimit -l`, or set migration.transport to tcp"
                 )
 
-    def read(self, peer: str, descriptors: Sequence[Run]) -> tuple[int, int]:
-        """Reads all of it from the engine at `peer` ("host:port"): (landed, started), both counted from the first.
-
-        What lies between the two may still be written at any time, for as long as this process lives.
-        """
-        batches: Iterator[list[Run]] = (
-            list(descriptors[i : i + BATCH_DESCRIPTORS]) for i in range(0, len(descriptors), BATCH_DESCRIPTORS)
-        )
+    def read(self, peer: str, descriptors: Sequence[Run]) -> Reading:
+        """Reads all of it from the engine at `peer` ("host:port")."""
+        left = batches(descriptors)
+        handed: list[float] = []
         flying: deque[tuple[int, int]] = deque()  # (Mooncake's batch id, descriptors)
         landed = started = 0
         good = True
         while True:
-            while good and len(flying) < BATCHES_IN_FLIGHT and (batch := next(batches, None)) is not None:
+            while good and len(flying) < BATCHES_IN_FLIGHT and (batch := next(left, None)) is not None:
                 remote, local, sizes = (list(column) for column in zip(*batch, strict=True))
                 ticket = self._engine.batch_transfer_async_read(peer, local, remote, sizes)
                 if ticket == 0:  # nothing was begun; asking for its status would end the process
                     good = False
                     break
+                handed.append(time.monotonic())
                 started += len(batch)
                 flying.append((ticket, len(batch)))
             if not flying:
-                return landed, started
+                return Reading(landed, started, tuple(handed))
             ticket, count = flying.popleft()
             if self._engine.get_batch_transfer_status([ticket]) != 0:  # exactly once a ticket: it is freed by this
                 good = False

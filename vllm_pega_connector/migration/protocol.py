@@ -8,6 +8,7 @@ cannot be read is refused in words.
 
 from __future__ import annotations
 
+import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -123,6 +124,7 @@ class Pull(msgspec.Struct, frozen=True, tag=True):
     keys: bytes
     slots: bytes
     timeout_s: float
+    posted: float = msgspec.field(default_factory=time.monotonic)  # one clock for all processes of a machine
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -139,7 +141,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
     published: one byte a slot, 1 = it holds its key now. unsafe: one byte a slot, 1 = a failed read may still
     write it, for as long as this agent lives. reason: "" or why less than all came, a word and then words for
-    people. seconds by phase: resolve, lookup, read, validate.
+    people. seconds by phase: post (until the agent took it up), lookup, queue (until the first descriptors were
+    handed to Mooncake), read, validate. gap_s: the longest time between two batches handed to Mooncake.
     """
 
     id: int
@@ -149,6 +152,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     reason: str
     nbytes: int
     seconds: dict[str, float]
+    gap_s: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_pega_connector.address import HostPort
 from vllm_pega_connector.migration import protocol
-from vllm_pega_connector.migration.data import DataPlane, Run, runs
+from vllm_pega_connector.migration.data import DataPlane, Reading, Run, runs
 from vllm_pega_connector.migration.peer import Peer, PeerError, Peers
 from vllm_pega_connector.migration.pools import Pools
 from vllm_pega_connector.migration.protocol import Ended, Found, Lookup, Pull, Validate, Validated
@@ -30,6 +30,7 @@ class Progress:
     source: str = ""
     reason: str = ""
     nbytes: int = 0
+    gap_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,10 +74,12 @@ class Puller:
             progress.reason,
             progress.nbytes,
             progress.seconds,
+            progress.gap_s,
         )
 
     async def _pull(self, request: Pull, progress: Progress, deadline: float) -> None:
         start = time.monotonic()
+        progress.seconds["post"] = max(0.0, start - request.posted)
         peer, found = await self._best(request, deadline)
         progress.source = str(peer.name)
         progress.seconds["lookup"] = time.monotonic() - start
@@ -155,20 +158,24 @@ class Puller:
             covers += slots
         segment = str(HostPort(peer.address.host, found.data_port))
 
-        def read() -> tuple[int, int]:
+        def read() -> Reading:
             if time.monotonic() > deadline:
-                return 0, 0  # it waited too long for the reads before it
+                return Reading(0, 0, ())  # it waited too long for the reads before it
             self._pools.begin(request.slots[: 4 * count])
             return self._data.read(segment, descriptors)
 
-        landed, started = await asyncio.get_running_loop().run_in_executor(peer.reader, read)
+        done = await asyncio.get_running_loop().run_in_executor(peer.reader, read)
+        landed, started = done.landed, done.started
         arrived = np.ones(count, bool)
         for covered in covers[landed:]:
             arrived[covered.start : covered.stop] = False
         for covered in covers[landed:started]:
             progress.unsafe[covered.start : covered.stop] = True
         progress.nbytes = sum(n for _, _, n in descriptors[:landed])
-        progress.seconds["read"] = time.monotonic() - start
+        handed = done.handed[0] if done.handed else time.monotonic()
+        progress.seconds["queue"] = handed - start
+        progress.seconds["read"] = time.monotonic() - handed
+        progress.gap_s = done.gap_s
         if landed < len(descriptors):
             waited = time.monotonic() > deadline
             progress.reason = (
