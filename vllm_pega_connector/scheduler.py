@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 class PegaScheduler:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: PegaConfig, saves: bool, loads: bool) -> None:
         self._vllm_config, self._kv_cache_config, self._config = vllm_config, kv_cache_config, config
-        self._shared = Shared(
-            config, kv_cache_config.kv_cache_groups[GROUP].kv_cache_spec.block_size, compat.hash_bytes(vllm_config)
-        )
+        groups = compat.cache_groups(kv_cache_config)
+        block_size = kv_cache_config.kv_cache_groups[GROUP].kv_cache_spec.block_size
+        self._shared = Shared(config, groups, block_size, compat.hash_bytes(vllm_config))
+        blocks_per_step = -(-vllm_config.scheduler_config.max_num_batched_tokens // block_size) * len(groups)
         self._loads = Loads(self._shared, loads, compat.drops_last_hit_block(vllm_config))
-        self._saves = Saves(self._shared, saves, kv_cache_config.num_blocks)
+        self._saves = Saves(self._shared, saves, kv_cache_config.num_blocks, blocks_per_step)
         self._handshakes: dict[Rank, PegaHandshake] = {}
         self._requests: dict[str, RequestState] = {}
         self._fingerprint: dict[str, str] = {}
@@ -89,6 +90,8 @@ class PegaScheduler:
         ranks = [handshakes[rank] for rank in sorted(handshakes)]
         problem = compat.hash_seed_problem(self._vllm_config)
         shares = [h.share for h in ranks if h.share is not None]
+        if not problem and (len(self._shared.groups) > 1 or self._shared.groups[GROUP].window):
+            problem = "it knows one cache group of full attention only"
         if not problem and len(shares) < len(ranks):
             problem = "not all workers share their pools"
         if problem:
@@ -161,8 +164,10 @@ class PegaScheduler:
             self._loads.cancel.append(state.load.job_id)
             return
         if block_ids:
-            state.block_ids = block_ids[GROUP]
-            self._saves.collect(state, last_chance=True)
+            state.block_ids = [list(ids) for ids in block_ids]
+            state.saved = state.saved or [0] * len(block_ids)
+            state.last_slot = state.last_slot or [-1] * len(block_ids)
+            self._saves.collect(state, finished=True)
 
     # --- every step ---
 
@@ -171,7 +176,7 @@ class PegaScheduler:
             self._migration.poll()
         self._follow(output)
         self._collect(output)
-        metadata = PegaMetadata(self._loads.new_jobs + self._saves.take_jobs(), self._loads.cancel)
+        metadata = PegaMetadata(self._loads.new_jobs + self._saves.take_jobs(bool(self._requests)), self._loads.cancel)
         self._loads.new_jobs, self._loads.cancel = [], []
         return metadata
 
@@ -180,19 +185,20 @@ class PegaScheduler:
         requests = self._requests
         for request_id in output.preempted_req_ids or ():
             if state := requests.get(request_id):
-                state.block_ids, state.saved, state.last_slot = [], 0, -1
+                state.restart([])
         for new in output.scheduled_new_reqs:
             if state := requests.get(new.req_id):
-                state.block_ids, state.saved = list(new.block_ids[GROUP]), 0
+                state.restart(new.block_ids)
         cached = output.scheduled_cached_reqs
         for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             state = requests.get(request_id)
             if state is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                state.block_ids, state.saved = list(new_blocks[GROUP]) if new_blocks else [], 0
+                state.restart(new_blocks or [])
             elif new_blocks:
-                state.block_ids.extend(new_blocks[GROUP])
+                for ids, new_ids in zip(state.block_ids, new_blocks, strict=True):
+                    ids.extend(new_ids)
 
     def _collect(self, output: SchedulerOutput) -> None:
         """Not of those that start in this step: what they hit in the GPU's prefix cache may be computed by this very
@@ -203,8 +209,8 @@ class PegaScheduler:
             state = self._requests.get(request_id)
             if state is None or request_id in cached.resumed_req_ids:
                 continue
-            if state.saved < computed_tokens(state.request) // size:
-                self._saves.collect(state, last_chance=False)
+            if min(state.saved, default=0) < computed_tokens(state.request) // size:
+                self._saves.collect(state, finished=False)
 
     # --- results ---
 
@@ -232,17 +238,24 @@ class PegaScheduler:
         """True while GPU blocks are held: the engine must go on stepping until they are given back."""
         return self._saves.held > 0
 
+    def make_room(self) -> bool:
+        """vLLM is about to preempt for want of blocks. True if some come back soon: the backlog's at once."""
+        held = self._saves.held
+        self._saves.give_way(held)
+        return held > 0
+
     def reset(self) -> bool:
         """Forgets every key. What is in flight ends, and is not published."""
         if self._shared.index is None:
             return True
         for state in self._requests.values():
             self._loads.release(state)
+        self._saves.forget_backlog()
         self._shared.index.reset()
         self._shared.epoch += 1
         if self._migration is not None:
-            saving = [job.slots for job in self._shared.jobs.values() if job.direction == "save"]
-            self._migration.reset(b"".join(saving + self._saves.collected_slots))
+            saving = [job.slots_of(GROUP) for job in self._shared.jobs.values() if job.direction == "save"]
+            self._migration.reset(b"".join(saving + self._saves.collected_slots(GROUP)))
         return True
 
     def shutdown(self) -> None:
@@ -251,11 +264,19 @@ class PegaScheduler:
 
     def counts(self) -> dict[str, int]:
         """What is held and where, for metrics and tests; all but `ready`, `free` and `total` are 0 at idle."""
-        slots = self._shared.index.counts(0) if self._shared.index is not None else {}
+        slots = self._slots()
         if self._migration is not None:
             slots |= self._migration.counts()
         held, jobs = self._saves.held, len(self._shared.jobs)
         return {**slots, "held_blocks": held, "jobs": jobs, "requests": len(self._requests)}
+
+    def _slots(self) -> dict[str, int]:
+        """Slots by state, of all size classes."""
+        if self._shared.index is None:
+            return {}
+        classes = max(next(iter(self._handshakes.values())).group_classes) + 1
+        counts = [self._shared.index.counts(c) for c in range(classes)]
+        return {state: sum(c[state] for c in counts) for state in counts[0]}
 
     def take_stats(self) -> PegaStats | None:
         """What was dropped, failed or evicted since the last call, and the pool as it stands."""
@@ -263,7 +284,7 @@ class PegaScheduler:
             return None
         stats = PegaStats.empty()
         evictions = self._shared.index.evictions
-        slots = self._shared.index.counts(0)
+        slots = self._slots()
         stats.data["drops"] = dict(self.drops - self._told_drops)
         stats.data["failures"] = dict(self.load_failures - self._told_failures)
         stats.data["evictions"] = evictions - self._told_evictions

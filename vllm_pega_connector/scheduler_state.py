@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_pega_connector.compat import CacheGroup
 from vllm_pega_connector.config import PegaConfig, RequestParams
 from vllm_pega_connector.messages import Rank
 
@@ -18,20 +20,22 @@ if TYPE_CHECKING:
 
     from vllm_pega_connector.migration.hook import Ask, Migration
 
-GROUP = 0  # full attention has one cache group; moves carry the group so that more can follow
+GROUP = 0  # the one that migration knows
+GroupSlots = tuple[tuple[int, bytes], ...]  # (group, uint32 slots), one entry a group
 
 
 @dataclass
 class Match:
-    """A host hit offered to vLLM: blocks [start, start + n) of the request, pinned in the index."""
+    """A host hit offered to vLLM: blocks [start, start + blocks) of the request.
+
+    pins: (group, first block, slots), pinned in the index. Full attention needs all blocks from `start` on, a sliding
+    window only the last ones.
+    """
 
     start: int
-    slots: bytes
+    blocks: int
+    pins: list[tuple[int, int, bytes]]
     index_version: int
-
-    @property
-    def blocks(self) -> int:
-        return len(self.slots) // 4
 
 
 @dataclass
@@ -40,7 +44,7 @@ class Job:
 
     job_id: int
     direction: str
-    slots: bytes
+    slots: GroupSlots
     waiting: set[Rank]
     held: list[KVCacheBlock] = field(default_factory=list)
     state: RequestState | None = None
@@ -48,20 +52,33 @@ class Job:
     epoch: int = 0  # of a save: resets that came before its blocks were collected
     errors: list[str] = field(default_factory=list)
 
+    @property
+    def blocks(self) -> int:
+        return sum(len(slots) // 4 for _, slots in self.slots)
+
+    def slots_of(self, group: int) -> bytes:
+        return b"".join(slots for g, slots in self.slots if g == group)
+
 
 @dataclass
 class RequestState:
     request: Request
     params: RequestParams
-    block_ids: list[int] = field(default_factory=list)
-    saved: int = 0  # blocks below this are stored, on their way, or given up
-    last_slot: int = -1  # neighbour for the next slot
+    block_ids: list[list[int]] = field(default_factory=list)  # by group; out-of-window ones may be stale
+    saved: list[int] = field(default_factory=list)  # by group: blocks below are stored, on their way, or given up
+    last_slot: list[int] = field(default_factory=list)  # by group: neighbour for the next slot
     match: Match | None = None
     load: Job | None = None
     load_limit: int | None = None  # after a failed load: never offer a block from here on again
     ask: Ask | None = None  # for blocks of another instance
     joined: bytes = b""  # block hashes joined, grown on demand
     joined_blocks: int = 0
+
+    def restart(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """The request begins, or begins again after a preemption, with these blocks."""
+        self.block_ids = [list(ids) for ids in block_ids]
+        self.saved = [0] * len(self.block_ids)
+        self.last_slot = [-1] * len(self.block_ids)
 
     def joined_hashes(self, blocks: int, key_bytes: int) -> bytes:
         """The first `blocks` block hashes of the request, joined; grown once, then reused."""
@@ -76,6 +93,7 @@ class Shared:
     """What loads and saves have in common."""
 
     config: PegaConfig
+    groups: tuple[CacheGroup, ...]
     block_size: int
     key_bytes: int
     index: Any = None  # the native SlotIndex, made when the workers' pools are known
@@ -92,7 +110,7 @@ class Shared:
     def ready(self) -> bool:
         return self.index is not None and self.pool is not None
 
-    def new_job(self, direction: str, slots: bytes) -> Job:
+    def new_job(self, direction: str, slots: GroupSlots) -> Job:
         job = Job(self.next_job, direction, slots, set(self.ranks))
         self.next_job += 1
         self.jobs[job.job_id] = job
@@ -109,10 +127,10 @@ def computed_tokens(request: Request) -> int:
     return min(tokens, request.num_tokens - (1 if request.num_output_tokens else 0))
 
 
-def move_rows(blocks: list[int], slots: bytes) -> bytes:
+def move_rows(groups: Sequence[int], blocks: Sequence[int], slots: bytes) -> bytes:
     """Rows of (group, block, slot), as a TransferJob has them."""
     moves = np.empty((len(blocks), 3), np.uint32)
-    moves[:, 0] = GROUP
+    moves[:, 0] = groups
     moves[:, 1] = blocks
     moves[:, 2] = np.frombuffer(slots, np.uint32)
     return moves.tobytes()
