@@ -154,7 +154,7 @@ def lookup(prompts: int, watch: Watch) -> dict[str, float]:
     rig = Rig(gpu_blocks=64, max_seqs=8, slots=SLOTS)
     requests = [rig.request(PROMPT_BLOCKS * BLOCK, i) for i in range(prompts)]
     rng = np.random.default_rng(0)
-    index = rig.pega._index
+    index = rig.pega._shared.index
     for request in requests:
         index.publish(0, index.reserve(0, b"".join(request.block_hashes)))
     while free := index.counts(0)["free"]:

@@ -19,6 +19,49 @@ class Support:
         return not self.reason
 
 
+@dataclass(frozen=True)
+class CacheGroup:
+    """What attention needs of one cache group. window: tokens that a query sees; 0 = all."""
+
+    window: int = 0
+
+    def first_needed(self, tokens: int, block_size: int) -> int:
+        """First block that attention still reads once `tokens` are computed; vLLM frees those before it."""
+        return max(0, tokens - self.window + 1) // block_size if self.window else 0
+
+    def blocks_needed(self, block_size: int) -> int:
+        """Blocks that a hit of a sliding window must have before its end."""
+        return -(-(self.window - 1) // block_size)
+
+
+def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
+    return tuple(CacheGroup(sliding_window(group.kv_cache_spec)) for group in kv_cache_config.kv_cache_groups)
+
+
+def sliding_window(spec: Any) -> int:
+    """Tokens in the window of a sliding-window spec, 0 for any other; what vLLM retains beyond it counts."""
+    layers = getattr(spec, "kv_cache_specs", None)
+    if layers:
+        return max(sliding_window(s) for s in layers.values())
+    if type(spec).__name__ != "SlidingWindowSpec":
+        return 0
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def loads_fail_whole(kv_cache_config: Any) -> bool:
+    """Whether a failed load must be reported for the whole request, not for single blocks: with several cache groups
+    vLLM's block reports do not work, and before a window there is nothing to go on from."""
+    groups = cache_groups(kv_cache_config)
+    return len(groups) > 1 or any(group.window for group in groups)
+
+
+def can_fail_whole() -> bool:
+    """Whether this vLLM lets a worker report a whole request's load as failed (0.30 and newer)."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return hasattr(base, "KVConnectorTransferResults")
+
+
 def full_attention_only(spec: Any) -> bool:
     """True if every layer of this cache spec keeps all tokens (dense attention, MLA)."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -43,10 +86,16 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> Support:
         if getattr(parallel, size, 1) > 1:
             return Support(f"{size} > 1 is not supported")
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) > 1:
-        return Support(f"models with {len(groups)} KV cache groups (mixed attention) are not supported yet")
-    if not full_attention_only(groups[0].kv_cache_spec):
-        return Support(f"{type(groups[0].kv_cache_spec).__name__} is not supported yet: only full attention and MLA")
+    for group in groups:
+        spec = group.kv_cache_spec
+        if not full_attention_only(spec) and not sliding_window(spec):
+            return Support(
+                f"{type(spec).__name__} is not supported: only full attention, MLA and sliding windows "
+                "(recurrent state cannot be restored at every block)"
+            )
+    sizes = sorted({group.kv_cache_spec.block_size for group in groups})
+    if len(sizes) > 1 or getattr(vllm_config.cache_config, "prefix_match_unit", None) not in (None, sizes[0]):
+        return Support(f"cache groups with blocks of different sizes ({sizes} tokens) are not supported")
     return Support()
 
 

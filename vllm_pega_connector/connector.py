@@ -53,8 +53,15 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
                     'host pool; set kv_role to "kv_both", or configure migration',
                     transfer.kv_role,
                 )
+            loads = transfer.is_kv_consumer
+            if loads and compat.loads_fail_whole(kv_cache_config) and not compat.can_fail_whole():
+                logger.warning(
+                    "PegaConnector saves but does not load: this vLLM cannot survive a failed load of a model with "
+                    "sliding windows or several KV cache groups; vLLM 0.30 or newer can"
+                )
+                loads = False
             self._scheduler = PegaScheduler(
-                vllm_config, kv_cache_config, config, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer
+                vllm_config, kv_cache_config, config, saves=transfer.is_kv_producer, loads=loads
             )
         else:
             self._worker = PegaWorker(vllm_config, kv_cache_config, config)
@@ -92,8 +99,19 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        received = self._worker.take_received() if self._worker is not None else set()
+        received = self._worker.take_received()[0] if self._worker is not None else set()
         return None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """vLLM 0.30 and newer ask this instead of get_finished."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        received, failed = self._take_received()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    @guarded(lambda: (set(), set()))
+    def _take_received(self) -> tuple[set[str], set[str]]:
+        return self._worker.take_received() if self._worker is not None else (set(), set())
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -170,7 +188,7 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: False)
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_pending_saves()
+        return self._scheduler is not None and self._scheduler.make_room()
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:

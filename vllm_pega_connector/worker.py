@@ -35,6 +35,9 @@ class PegaWorker:
         self._loads: dict[int, tuple[str, np.ndarray]] = {}
         self._ended: list[tuple[Rank, int, str]] = []
         self._received: set[str] = set()
+        # A block that is missing from a window cannot be recomputed alone: such loads fail as a whole.
+        self._whole_requests = compat.loads_fail_whole(kv_cache_config)
+        self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._stats = PegaStats.empty()
         self._decisions = DecisionLog(config.log_decisions)
@@ -63,16 +66,17 @@ class PegaWorker:
         self._rank = compat.worker_rank()
         self._kv_caches = kv_caches
         blocks = self._kv_cache_config.num_blocks
-        layouts = []
+        layouts, all_runs = [], set()
         for group in self._kv_cache_config.kv_cache_groups:
             runs = group_runs((kv_caches[name] for name in group.layer_names if name in kv_caches), blocks)
             if not runs:
                 raise ValueError(f"PegaConnector: vLLM registered no KV tensor for the layers {group.layer_names}")
+            all_runs.update(runs)
             segments = [_native.Segment(r.base, r.stride, r.nbytes, r.allocation) for r in runs]
             layouts.append(_native.GroupLayout(segments, blocks))
         classes = sorted({layout.slot_bytes for layout in layouts})
         group_classes = tuple(classes.index(layout.slot_bytes) for layout in layouts)
-        gpu_bytes = sum(layout.slot_bytes for layout in layouts) * blocks
+        gpu_bytes = sum(run.nbytes for run in all_runs) * blocks  # cache groups may overlay the same memory
         budget = pool_bytes(self._config.host_pool_gib, gpu_bytes, self._vllm_config.parallel_config)
         slots = _slots_per_class(budget, classes, group_classes)
         device = open_device(next(iter(kv_caches.values())).device)
@@ -173,18 +177,21 @@ class PegaWorker:
         if load is not None:
             request_id, blocks = load
             self._received.add(request_id)
-            if error:
+            if error and self._whole_requests:
+                self._failed.add(request_id)
+            elif error:
                 self._bad_blocks.update(blocks.tolist())
 
-    def take_received(self) -> set[str]:
-        """Requests whose load ended on this rank, well or not, since the last call."""
+    def take_received(self) -> tuple[set[str], set[str]]:
+        """Requests whose load ended on this rank, well or not, since the last call; and those that failed whole."""
         if self._engine is not None:
             for result in self._engine.poll():
                 self._stats.add_transfer(result)
                 self._decisions.note(result)
                 self._end(result.job_id, "" if result.status == "done" else f"{result.status}: {result.error}")
-        received, self._received = self._received, set()
-        return received
+        taken = self._received, self._failed
+        self._received, self._failed = set(), set()
+        return taken
 
     def take_bad_blocks(self) -> set[int]:
         blocks, self._bad_blocks = self._bad_blocks, set()

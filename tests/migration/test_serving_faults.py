@@ -87,7 +87,7 @@ def test_our_agent_is_killed(source: VllmInstance, target: Engine) -> None:
 
 
 def test_a_full_pool_drops_the_pull(source: VllmInstance, target: Engine) -> None:
-    index = target.connector._scheduler._index
+    index = target.connector._scheduler._shared.index
     taken = index.reserve(0, random.Random(0).randbytes(32 * 400))
     taken = b"".join(taken[i : i + 4] for i in range(0, len(taken), 4) if taken[i : i + 4] != b"\xff" * 4)
     try:

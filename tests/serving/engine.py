@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -47,6 +48,21 @@ def model_path() -> str:
     return str(make_tiny_model(max_length=1024))
 
 
+def windowed_model_path(window: int, layers: str) -> str:
+    """The tiny model, attention of some layers through a sliding window: "s" sliding, "f" full, one letter a layer."""
+    plain = Path(model_path())
+    target = plain.with_name(f"{plain.name}-{window}{layers}")
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copytree(plain, scratch)
+    config = json.loads((scratch / "config.json").read_text())
+    kinds = {"s": "sliding_attention", "f": "full_attention"}
+    config |= {"sliding_window": window, "layer_types": [kinds[x] for x in layers]}
+    (scratch / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(target, ignore_errors=True)
+    scratch.rename(target)
+    return str(target)
+
+
 @dataclass(frozen=True)
 class Ask:
     """One request: prompt token ids and how many tokens to generate, greedily."""
@@ -66,10 +82,10 @@ class Reference:
     The process starts with the first prompt that is not known yet, and ends with its standard input.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         import vllm
 
-        self._model = model_path()
+        self._model = model
         self._file = CACHE / f"{Path(self._model).name}-{vllm.__version__}.json"
         self._known: dict[str, list[int]] = json.loads(self._file.read_text()) if self._file.exists() else {}
         self._process: subprocess.Popen[str] | None = None
@@ -104,13 +120,13 @@ class Reference:
 
 
 @functools.cache
-def reference() -> Reference:
-    return Reference()
+def reference(model: str) -> Reference:
+    return Reference(model)
 
 
-def references(asks: Sequence[Ask]) -> dict[str, list[int]]:
+def references(asks: Sequence[Ask], model: str = "") -> dict[str, list[int]]:
     """Tokens of every ask from vLLM alone."""
-    return reference()(asks)
+    return reference(model or model_path())(asks)
 
 
 @dataclass
@@ -126,7 +142,7 @@ class Running:
 class Engine:
     """A real LLM with the connector. `poison` fills every block that the pool hands out with finite garbage."""
 
-    def __init__(self, extra_config: dict[str, Any], poison: bool = True, **options: Any) -> None:
+    def __init__(self, extra_config: dict[str, Any], poison: bool = True, model: str = "", **options: Any) -> None:
         from vllm import LLM
 
         transfer = {
@@ -136,7 +152,7 @@ class Engine:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra_config,
         }
-        self.llm = LLM(model=model_path(), kv_transfer_config=transfer, **{**COMMON, **options})
+        self.llm = LLM(model=model or model_path(), kv_transfer_config=transfer, **{**COMMON, **options})
         self.engine = self.llm.llm_engine
         core = self.engine.engine_core.engine_core
         self.core = core

@@ -113,6 +113,25 @@ def test_local_hit_plus_host_hit(engine: Engine) -> None:
     assert seen.hit_tokens == (360 // BLOCK - 160 // BLOCK) * BLOCK
 
 
+def test_a_prompt_longer_than_the_bound_that_ends_with_its_prefill(engine: Engine) -> None:
+    """Its last chunk is more than saves may move at once; all of it is saved nonetheless."""
+    ask = Ask(prompt(45, 900), 1)
+    saves = engine.connector._scheduler._saves
+    bound, saves._max_moving = saves._max_moving, 3
+    try:
+        with engine.watch() as cold:
+            same(engine.run([ask]))
+            engine.assert_idle()
+    finally:
+        saves._max_moving = bound
+    assert cold.saves >= 900 // BLOCK // 3
+    assert engine.counts()["ready"] == 900 // BLOCK
+    engine.drop_gpu_cache()
+    with engine.watch() as warm:
+        same(engine.run([ask]))
+    assert warm.hit_tokens == 900 // BLOCK * BLOCK
+
+
 def test_shared_prefixes_at_once(engine: Engine) -> None:
     base = prompt(40, 150)
     asks = [Ask((*base, *prompt(41 + i, 20 + 13 * i)), 20) for i in range(8)]
@@ -266,12 +285,12 @@ def test_random_traffic(engine: Engine, seed: int) -> None:
 
 def test_a_pool_smaller_than_the_working_set(engine: Engine) -> None:
     """Rebinds the index to a fraction of its slots, so that one engine serves both sizes."""
-    scheduler = engine.connector._scheduler
-    index = scheduler._index
+    shared = engine.connector._scheduler._shared
+    index = shared.index
     from vllm_pega_connector._native import SlotIndex
 
     engine.finish()
-    scheduler._index = SlotIndex([SMALL_HOST_BLOCKS], [0], scheduler._key_bytes)
+    shared.index = SlotIndex([SMALL_HOST_BLOCKS], [0], shared.key_bytes)
     try:
         asks = [Ask(prompt(150 + i, 160 + 32 * i), 10) for i in range(6)]
         with engine.watch() as seen:
@@ -283,7 +302,7 @@ def test_a_pool_smaller_than_the_working_set(engine: Engine) -> None:
             engine.drop_gpu_cache()
             same(engine.run([asks[-1]]))
         assert seen.loads > 0 and seen.saves > 0
-        assert scheduler._index.evictions > 0
+        assert shared.index.evictions > 0
         engine.assert_idle()
     finally:
-        scheduler._index = index
+        shared.index = index

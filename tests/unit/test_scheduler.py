@@ -17,7 +17,7 @@ from tests.support.fake_transfers import VOCAB, Faults
 from vllm_pega_connector import PegaConnector, guard
 from vllm_pega_connector.config import PegaConfig, PolicyConfig
 from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata
-from vllm_pega_connector.scheduler import _max_held_blocks
+from vllm_pega_connector.scheduler_saves import max_held_blocks
 
 BLOCK = Setup.block_size
 
@@ -113,7 +113,7 @@ def test_a_repeated_question_pins_once() -> None:
 
 def test_a_question_without_news_does_not_look_up_again() -> None:
     engine = warm_engine(tokens(32))
-    index, lookups = engine.pega._index, 0
+    index, lookups = engine.pega._shared.index, 0
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
@@ -121,7 +121,7 @@ def test_a_question_without_news_does_not_look_up_again() -> None:
             lookups += name == "match_and_pin"
             return getattr(index, name)
 
-    engine.pega._index = Counting()
+    engine.pega._shared.index = Counting()
     miss = engine.add(tokens(40, seed=1), 1)
     assert [ask(engine, miss) for _ in range(5)] == [(0, False)] * 5
     assert lookups == 1
@@ -341,9 +341,9 @@ def test_a_fault_at_the_end_of_one_save_holds_no_blocks_and_loses_no_other_repor
         engine.add(tokens(32, seed), 1, params={"pega": {"save_policy": policy}})
     for _ in range(8):
         engine.step()
-    jobs = list(engine.pega._jobs)
+    jobs = list(engine.pega._shared.jobs)
     assert len(jobs) == 2 and engine.pega.has_pending_saves()
-    publish = engine.pega._index.publish
+    publish = engine.pega._shared.index.publish
 
     class Faulty:
         """The index, whose first publish fails."""
@@ -359,12 +359,12 @@ def test_a_fault_at_the_end_of_one_save_holds_no_blocks_and_loses_no_other_repor
                 raise RuntimeError("injected")
             publish(*args)
 
-    index = engine.pega._index
-    monkeypatch.setattr(engine.pega, "_index", Faulty())
+    index = engine.pega._shared.index
+    monkeypatch.setattr(engine.pega._shared, "index", Faulty())
     monkeypatch.setattr(guard, "faults", 0)
     engine.pega.update(PegaWorkerMetadata([((0, 0), job, "") for job in jobs]))
     assert guard.faults == 1
-    assert not engine.pega.has_pending_saves() and not engine.pega._jobs
+    assert not engine.pega.has_pending_saves() and not engine.pega._shared.jobs
     assert engine.pega.counts()["ready"] == 2  # the other's
 
 
@@ -389,22 +389,59 @@ def test_over_the_bound_saves_wait_while_their_request_runs() -> None:
     engine.check_idle()
 
 
-def test_over_the_bound_saves_are_dropped_with_their_request() -> None:
+def test_over_the_bound_saves_wait_when_their_request_is_over() -> None:
     engine = make_engine(settings=(("max_pending_save_blocks", 1),))
+    sends = sent(engine)
     freeze(engine)
-    request = engine.add(tokens(64), 4)
+    request = engine.add(tokens(64), 1)
     while not request.is_finished():
         engine.step()
+    engine.step()
+    assert engine.pega.counts()["held_blocks"] == 4 and engine.pega.has_pending_saves()
+    freeze(engine, False)
+    engine.run()
+    assert [len(job.moves) for metadata in sends for job in metadata.jobs] == [12] * 4
+    assert engine.pega.counts()["ready"] == 4
+    assert not engine.pega.drops
+    engine.check_idle()
+
+
+def test_what_waits_gives_way_to_running_requests() -> None:
+    """Its blocks are given back, ends of prefixes first, before a running request is short of any."""
+    engine = make_engine(settings=(("max_pending_save_blocks", 1),), gpu_blocks=12, budget=128)
+    freeze(engine)
+    request = engine.add(tokens(96), 1)
+    while not request.is_finished():
+        engine.step()
+    assert engine.pega.counts()["held_blocks"] == 6
+    engine.add(tokens(32, seed=1), 100)  # up to nine blocks of eleven
+    for _ in range(100):
+        engine.step()
+    dropped = engine.pega.drops["too_many_pending"]
+    assert 4 <= dropped <= 5 and engine.seen["preemptions"] == 0
+    freeze(engine, False)
+    engine.run()
+    assert engine.pega.counts()["ready"] >= 6 - dropped
+    engine.check_idle()
+
+
+def test_a_reset_of_the_connector_forgets_what_waits() -> None:
+    engine = make_engine(settings=(("max_pending_save_blocks", 1),))
+    freeze(engine)
+    request = engine.add(tokens(64), 1)
+    while not request.is_finished():
+        engine.step()
+    assert engine.connector.reset_cache()
     assert engine.pega.counts()["held_blocks"] == 1
-    assert dict(engine.pega.drops) == {"too_many_pending": 3}
     finish(engine)
+    assert engine.seen["save done"] == 1
 
 
 def test_bound_on_held_blocks() -> None:
     """5 % of the GPU's blocks; of a small cache at least 64, but never more than a quarter."""
     auto = PegaConfig()
-    assert [_max_held_blocks(auto, n) for n in (100_000, 10_000, 1_000, 100, 3)] == [5_000, 500, 64, 25, 1]
-    assert _max_held_blocks(PegaConfig(max_pending_save_blocks=7), 100_000) == 7
+    assert [max_held_blocks(auto, n) for n in (100_000, 10_000, 1_000, 100, 3)] == [5_000, 500, 64, 25, 1]
+    assert max_held_blocks(PegaConfig(max_pending_save_blocks=7), 100_000) == 7
 
 
 def test_the_engine_steps_on_until_saves_have_drained() -> None:

@@ -165,7 +165,7 @@ def run_seed(seed: int) -> Counter[str]:
             clients.act()
             engine.step()
             assert engine.steps < 4000, f"stuck: {engine.describe()}"
-        engine.seen["evictions"] += engine.pega._index.evictions
+        engine.seen["evictions"] += engine.pega._shared.index.evictions
         engine.seen.update({f"drop {k}": n for k, n in engine.pega.drops.items()})
         engine.check_idle()
     except (Exception, Violation) as error:

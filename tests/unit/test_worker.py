@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 from vllm_pega_connector import compat
 from vllm_pega_connector.config import PegaConfig
@@ -23,7 +24,8 @@ def kv() -> dict[str, torch.Tensor]:
 def worker(monkeypatch: pytest.MonkeyPatch) -> PegaWorker:
     monkeypatch.setattr(compat, "worker_rank", lambda: (0, 0))
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, nnodes=1)
-    groups = [SimpleNamespace(layer_names=["layer.0"])]
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=4, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layer.0"], spec)]
     return PegaWorker(
         SimpleNamespace(parallel_config=parallel),
         SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=groups),

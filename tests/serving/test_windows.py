@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy equality for models with sliding windows: all layers, and mixed with full attention (several cache groups)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.serving.engine import BLOCK, Ask, Engine, Running, references, windowed_model_path
+
+pytestmark = pytest.mark.vllm
+
+WINDOW = 70  # no whole number of blocks
+
+
+def prompt(seed: int, tokens: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(1, 1024), k=tokens))
+
+
+@pytest.fixture(scope="module", params=["sss", "sfs"])
+def model(request: pytest.FixtureRequest) -> str:
+    return windowed_model_path(WINDOW, request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Iterator[Engine]:
+    made = Engine(
+        {"host_pool_gib": 0.05, "max_pending_save_blocks": 32},
+        model=model,
+        num_gpu_blocks_override=96,
+        max_num_batched_tokens=256,
+    )
+    yield made
+    made.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def quiet(engine: Engine) -> Iterator[None]:
+    yield
+    engine.assert_idle()
+    engine.forget_all()
+
+
+def same(model: str, runs: Sequence[Running]) -> None:
+    expected = references([r.ask for r in runs], model)
+    for run in runs:
+        assert run.tokens == expected[run.ask.key][: len(run.tokens)]
+        assert run.aborted or (run.finished and len(run.tokens) == run.ask.tokens)
+
+
+def test_the_model_has_the_groups_that_this_is_about(engine: Engine, model: str) -> None:
+    groups = [g.window for g in engine.connector._scheduler._shared.groups]
+    assert set(groups) == ({WINDOW} if model.endswith("sss") else {0, WINDOW})
+
+
+def test_cold_then_warm(engine: Engine, model: str) -> None:
+    asks = [Ask(prompt(s, n), 40) for s, n in enumerate((33, 64, 100, 230, 500))]
+    with engine.watch() as cold:
+        same(model, engine.run(asks))
+    assert cold.saves > 0 and cold.loads == 0
+    engine.drop_gpu_cache()
+    with engine.watch() as warm:
+        same(model, engine.run(asks))
+    assert warm.loads == len(asks)
+    # The whole prompt but its last token, in whole blocks.
+    assert warm.hit_tokens == sum((len(a.prompt) - 1) // BLOCK * BLOCK for a in asks)
+    loaded = sum(t[3] for t in warm.transfers if t[0] == "load")
+    every_block = warm.hit_tokens // BLOCK * sum(layout_bytes(engine))
+    assert 0 < loaded < every_block  # of the windows' layers only the last blocks
+
+
+def layout_bytes(engine: Engine) -> list[int]:
+    handshake = engine.worker_connector._worker.handshake
+    return [handshake.slot_bytes[c] for c in handshake.group_classes]
+
+
+def test_growing_conversation(engine: Engine, model: str) -> None:
+    history = prompt(20, 70)
+    with engine.watch() as seen:
+        for turn in range(4):
+            (run,) = engine.run([Ask(history, 45)])
+            same(model, [run])
+            history = (*history, *run.tokens, *prompt(21 + turn, 30))
+            engine.drop_gpu_cache()
+    assert seen.loads == 3
+
+
+def test_local_hit_then_host_hit(engine: Engine, model: str) -> None:
+    long = Ask(prompt(30, 400), 12)
+    same(model, engine.run([long]))
+    engine.drop_gpu_cache()
+    same(model, engine.run([Ask(long.prompt[:200], 1)]))
+    with engine.watch() as seen:
+        same(model, engine.run([long]))
+    assert seen.loads == 1
+
+
+def test_more_work_than_blocks_and_aborts(engine: Engine, model: str) -> None:
+    asks = [Ask((*prompt(60, 96), *prompt(61 + i, 250)), 60) for i in range(8)]
+    with engine.watch() as seen:
+        for _ in range(2):
+            same(model, engine.run(asks))
+            engine.drop_gpu_cache()
+        ids = [engine.add(a) for a in asks]
+        for _ in range(4):
+            engine.step()
+        for victim in ids[::2]:
+            engine.abort(victim)
+        engine.finish()
+    same(model, [engine.requests[i] for i in ids])
+    assert seen.loads > 0 and seen.saves > 0
+
+
+def test_a_load_that_fails_is_computed_instead(engine: Engine, model: str) -> None:
+    asks = [Ask(prompt(90 + i, 200), 20) for i in range(3)]
+    same(model, engine.run(asks))
+    engine.drop_gpu_cache()
+    loads = engine.connector._scheduler._loads
+    worker = engine.worker_connector._worker
+    submit, failures = worker._submit, []
+
+    def refuse(job, event):  # type: ignore[no-untyped-def]
+        if job.request_id:
+            failures.append(job.request_id)
+            worker._refuse(job, "failed: on purpose")
+        else:
+            submit(job, event)
+
+    worker._submit = refuse
+    try:
+        same(model, engine.run(asks))
+    finally:
+        del worker._submit
+    assert len(failures) == len(asks) and loads._shared.load_failures["failed"] >= len(asks)
+    engine.drop_gpu_cache()
+    with engine.watch() as seen:
+        same(model, engine.run(asks))
+    assert seen.loads == len(asks)
