@@ -111,7 +111,7 @@ class Watch:
 
 def transfers(stats: dict[str, Any]) -> list[tuple[str, float, float]]:
     """(direction, bytes, seconds) from our statistics, or from OffloadingConnector's (vLLM 0.26 and newer)."""
-    found = [(t[0], t[3], t[5]) for t in stats.get("transfers", ()) if t[2] == "done"]
+    found = [(t[0], t[3], t[-1]) for t in stats.get("transfers", ()) if t[2] == "done"]
     for direction, theirs in (("load", "load"), ("save", "store")):
         nbytes, seconds = (
             sum(stats.get("data", {}).get(f"vllm:kv_offload_{theirs}_{what}", {}).values())
