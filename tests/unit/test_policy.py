@@ -153,6 +153,14 @@ def test_h200_directions_differ():
     assert (load.backend, save.backend) == ("staged", "memcpy")
 
 
+def test_at_full_speed_large_stages_save_driver_calls():
+    for direction in ("load", "save"):
+        fast = decide("h200", 16384, 4 * KIB, "throughput", direction)
+        calm = decide("h200", 16384, 4 * KIB, "balanced", direction)
+        assert (fast.backend, fast.chunk_bytes) == ("staged", 8 * MIB)
+        assert (calm.backend, calm.chunk_bytes) == ("staged", 4 * MIB)
+
+
 def test_only_profiles_that_say_so_spread_transfers():
     """And only what is shorter: who waits for gigabytes does not wait longer."""
     for objective, ms in (("throughput", 0), ("balanced", 20), ("tail", 40), ("strict", 80)):
