@@ -92,8 +92,9 @@ def test_transfers_of_our_statistics_and_of_offloadings() -> None:
     metrics = pytest.importorskip("vllm_pega_connector.metrics")
     ours = metrics.PegaStats.empty()
     for status in ("done", "failed"):
-        ours.add_transfer(SimpleNamespace(direction="load", backend="staged", status=status, bytes=4096, queue_s=9.0,
-                                          transfer_s=0.5))  # fmt: skip
+        result = SimpleNamespace(direction="load", backend="staged", status=status, bytes=4096, ranges=1, queue_s=9.0)
+        result.transfer_s = 0.5
+        ours.add_transfer(result)
     assert transfers(ours.data) == [("load", 4096, 0.5)]
     theirs = {"data": {"vllm:kv_offload_store_bytes": {(): 8192}, "vllm:kv_offload_store_time": {(): 0.25}}}
     assert transfers(theirs) == [("save", 8192, 0.25)]

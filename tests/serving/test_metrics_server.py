@@ -79,6 +79,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     scraper = Scraper(port)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for /reset_prefix_cache
+        patch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # other tests of this process want less
         scraper.start()
         log = tmp_path_factory.mktemp("log") / "serve.log"
         with serve(model, arguments, log, lambda waited: None, port) as server:
