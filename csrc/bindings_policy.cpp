@@ -34,22 +34,24 @@ void each(const nb::dict& from, const char* key, Visit visit) {
   for (nb::handle row : rows) visit(nb::cast<nb::dict>(row));
 }
 
-// Microseconds by the name of the backend.
-void read_by_backend(const nb::dict& from, const char* key, std::array<double, kBackends>* to) {
+// Numbers by name, such as {"memcpy": 2.6}; `parse` tells which place in `to` a name has.
+template <typename Enum, size_t kCount>
+void read_by_name(const nb::dict& from, const char* key, Enum (*parse)(const std::string&),
+                  std::array<double, kCount>* to) {
   const nb::object values = child(from, key);
   if (values.is_none()) return;
-  const auto by_backend = nb::cast<nb::dict>(values);
-  for (auto [backend, value] : by_backend) {
-    const auto name = nb::cast<std::string>(backend);
-    read(by_backend, name.c_str(), &(*to)[static_cast<int>(parse_backend(name))]);
+  const auto by_name = nb::cast<nb::dict>(values);
+  for (auto [each_name, value] : by_name) {
+    const auto name = nb::cast<std::string>(each_name);
+    read(by_name, name.c_str(), &(*to)[static_cast<size_t>(parse(name))]);
   }
 }
 
 DirectionProfile read_direction(const nb::dict& from) {
   DirectionProfile d;
   read(from, "contiguous_gib_per_s", &d.contiguous_gib_per_s);
-  read_by_backend(from, "submit_us_per_range", &d.submit_us_per_range);
-  read_by_backend(from, "latency_us", &d.latency_us);
+  read_by_name(from, "submit_us_per_range", parse_backend, &d.submit_us_per_range);
+  read_by_name(from, "latency_us", parse_backend, &d.latency_us);
   each(from, "curve", [&](const nb::dict& row) {
     CurvePoint p{};
     std::string backend;
@@ -98,16 +100,8 @@ DeviceProfile read_profile(const nb::dict& from) {
       read(row, "inflight_chunks", &spec.inflight_chunks);
     }
   }
-  const nb::object spread = child(from, "spread_ms");
-  if (!spread.is_none()) {
-    const auto by_objective = nb::cast<nb::dict>(spread);
-    for (auto [objective, value] : by_objective) {
-      const auto name = nb::cast<std::string>(objective);
-      double ms = 0;
-      read(by_objective, name.c_str(), &ms);
-      profile.spread_us[static_cast<int>(parse_objective(name))] = 1000 * std::clamp(ms, 0.0, kMaxSpread_ms);
-    }
-  }
+  read_by_name(from, "spread_ms", parse_objective, &profile.spread_us);
+  for (double& spread : profile.spread_us) spread = 1000 * std::clamp(spread, 0.0, kMaxSpread_ms);
   return profile;
 }
 

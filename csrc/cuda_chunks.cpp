@@ -100,7 +100,9 @@ bool CudaDevice::stageable(const Chunk& chunk, const PieceList& list) const {
 
 // Submits the next slice of copies if it is time, and what follows the last one. False on failure.
 bool CudaDevice::advance(Operation& op) {
-  if (op.marked != op.first_slice) {
+  const bool again =
+      op.marked != op.first_slice;  // the first slice is within submit(), which counts its time
+  if (again) {
     if (std::chrono::steady_clock::now() < op.resume) return true;
     // At most two slices are queued: a full channel makes the driver wait with its lock held.
     if (op.marked - op.first_slice >= 2) {
@@ -108,8 +110,6 @@ bool CudaDevice::advance(Operation& op) {
       if (progress != Progress::kDone) return progress == Progress::kPending;
     }
   }
-  const bool again =
-      op.marked != op.first_slice;  // the first is within submit(), which counts the time itself
   const uint64_t begun = now_ns();
   if (!enter() || !submit_slice(op)) return false;
   const bool all = op.range == op.chunk.count;

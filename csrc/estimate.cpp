@@ -31,7 +31,7 @@ double distance(const PolicySpec& a, const PolicySpec& b) {
 
 template <typename Point>
 PolicySpec setting_of(const Point& p) {
-  return {p.backend, p.grid, p.chunk_descriptors, p.chunk_bytes, 0, -1};
+  return {p.backend, p.grid, p.chunk_descriptors, p.chunk_bytes, 0};
 }
 
 bool usable(const CurvePoint& p) {
@@ -183,7 +183,6 @@ PolicySpec fill(PolicySpec first, const PolicySpec& second) {
   if (!first.chunk_descriptors) first.chunk_descriptors = second.chunk_descriptors;
   if (!first.chunk_bytes) first.chunk_bytes = second.chunk_bytes;
   if (!first.inflight_chunks) first.inflight_chunks = second.inflight_chunks;
-  if (first.spread_us < 0) first.spread_us = second.spread_us;
   return first;
 }
 
