@@ -14,6 +14,7 @@ import platform
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -107,9 +108,15 @@ def check_gpu(driver: Driver) -> Check:
     if "generic" in profiles:
         return Check(
             "GPU", "warn", found, "there is no profile of this GPU, so Auto decides conservatively",
-            "give a profile measured on this GPU as device_profile",
+            "run pega calibrate, and give a profile measured on this GPU as device_profile",
         )  # fmt: skip
     return Check("GPU", "ok", found)
+
+
+def _several(check: str, have: Sequence[str], means: str, mend: str) -> Check:
+    """More than one distribution of what should be one; `mend` installs the right one."""
+    mend = f"pip uninstall {' '.join(name.split()[0] for name in have)}, then {mend}"
+    return Check(check, "fail", ", ".join(have), means, mend)
 
 
 def check_kernels(driver: Driver) -> Check:
@@ -122,8 +129,7 @@ def check_kernels(driver: Driver) -> Check:
     if not have:
         return Check("copy kernels", "fail", "no CuPy", "the copy kernels cannot be compiled", mend)
     if len(have) > 1:
-        mend = f"pip uninstall {' '.join(name.split()[0] for name in have)}, then {mend}"
-        return Check("copy kernels", "fail", ", ".join(have), "CuPy's packages overwrite each other", mend)
+        return _several("copy kernels", have, "CuPy's packages overwrite each other", mend)
     built_for = re.search(r"cuda(\d+)x", have[0])
     if built_for and int(built_for[1]) > major:
         return Check(
@@ -190,8 +196,7 @@ def check_mooncake(driver: Driver) -> Check:
     if not have:
         return Check("Mooncake", "warn", "not installed", "no migration between instances; all else works", mend)
     if len(have) > 1:
-        mend = f"pip uninstall {' '.join(name.split()[0] for name in have)}, then {mend}"
-        return Check("Mooncake", "fail", ", ".join(have), "these packages overwrite each other", mend)
+        return _several("Mooncake", have, "these packages overwrite each other", mend)
     cuda = MOONCAKE[have[0].split()[0]]
     if cuda and not driver.gpus:
         means = "its CUDA build does not even load without NVIDIA's driver"
