@@ -10,50 +10,36 @@ import json
 import os
 import queue
 import random
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.support.line_process import ROOT, LineProcess
+
 BLOCK = {"tiny": 32}  # tokens; CPU attention wants 32
 
 
-class Handle:
-    """The other process, from outside. `tell` sends, `answer` waits, `ask` does both."""
+class Handle(LineProcess):
+    """The other process, from outside."""
 
     def __init__(self, model: str, host_gib: float, gpu_blocks: int) -> None:
-        read, write = os.pipe()
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(write), model, str(host_gib), str(gpu_blocks)],
-            stdin=subprocess.PIPE, stdout=sys.stderr, pass_fds=[write], text=True, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
-        )  # fmt: skip
-        os.close(write)
-        self._answers = os.fdopen(read)
+        super().__init__(
+            lambda answers: [sys.executable, __file__, answers, model, str(host_gib), str(gpu_blocks)],
+            {"PYTHONPATH": path, "PYTHONHASHSEED": "0"},
+            stdout=sys.stderr,
+        )
         self.agent = ""  # set by whoever waited for "ready"
 
-    def tell(self, command: str, *args: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([command, *args]) + "\n")
-        self.process.stdin.flush()
-
     def answer(self) -> Any:
-        line = self._answers.readline()
-        if not line:
-            raise SystemExit("an instance ended; its output says why")
-        return json.loads(line)
-
-    def ask(self, command: str, *args: Any) -> Any:
-        self.tell(command, *args)
-        return self.answer()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        try:
+            return super().answer()
+        except EOFError as error:
+            raise SystemExit(str(error)) from None
 
 
 class Served:

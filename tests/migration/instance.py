@@ -9,47 +9,25 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.line_process import ROOT, LineProcess
+
 # Through the C API and without giving up the GIL: what a long forward pass does to the threads of its process.
 HOLD_GIL = "import ctypes; ctypes.PyDLL(None).usleep(int({seconds} * 1e6))"
 
 
-class VllmInstance:
+class VllmInstance(LineProcess):
     """The other process, from outside. `extra` is its kv_connector_extra_config."""
 
     def __init__(self, extra: dict[str, Any], **options: Any) -> None:
-        read, write = os.pipe()
-        command = [sys.executable, "-m", "tests.migration.instance", str(write), json.dumps(extra), json.dumps(options)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[write], text=True
-        )
-        os.close(write)
-        self._answers = os.fdopen(read)
+        def command(answers: str) -> list[str]:
+            module = [sys.executable, "-m", "tests.migration.instance"]
+            return [*module, answers, json.dumps(extra), json.dumps(options)]
 
-    def tell(self, command: str, *args: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([command, *args]) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> Any:
-        line = self._answers.readline()
-        assert line, "the instance ended; its output says why"
-        return json.loads(line)
-
-    def ask(self, command: str, *args: Any) -> Any:
-        self.tell(command, *args)
-        return self.answer()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        super().__init__(command, {"PYTHONPATH": str(ROOT)})
 
 
 def main(answers: str, extra: str, options: str) -> None:
