@@ -44,9 +44,11 @@ class Mode:
     name: str
     policy: dict[str, Any] | None  # None: Auto
     objective: str = "balanced"
+    moves: bool = True  # False: bursts of no bytes, which show what this script itself costs the engine
 
 
 MODES = (
+    Mode("empty bursts", None, moves=False),
     *(Mode(f"auto {objective}", None, objective) for objective in ("balanced", "tail", "throughput", "strict")),
     Mode("memcpy", {"backend": "memcpy"}),
     Mode("kernel, full grid", {"backend": "kernel", "max_grid_blocks": 16384}),
@@ -201,12 +203,13 @@ class Stress:
                 for side in self._sides:
                     job = next(self._jobs)
                     owner[job], left[free] = free, left[free] + 1
-                    self._engine.submit(job, side, self._sets[free][side], policy=policy, objective=mode.objective)
+                    moves = self._sets[free][side][: None if mode.moves else 0]
+                    self._engine.submit(job, side, moves, policy=policy, objective=mode.objective)
             due = max(due + self._period_s, time.perf_counter() - self._period_s)
             stop.wait(max(0.0, due - time.perf_counter()))
         elapsed = time.perf_counter() - began
         collect()
-        moved = len(took) / len(self._sides) * self.bytes_per_burst
+        moved = len(took) / len(self._sides) * self.bytes_per_burst if mode.moves else 0
         if not self._engine.drain(30):
             raise RuntimeError("a burst did not end within 30 s")
         collect()

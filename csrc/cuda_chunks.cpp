@@ -7,10 +7,6 @@
 namespace pega {
 namespace {
 
-// A staged chunk pays one copy-engine command (2.6 us on an H200's host, less in a batch) per run of host
-// memory; a run of 64 KiB takes 1.3 us on PCIe 5. Where runs are shorter on average, the kernel writes host
-// memory itself.
-constexpr uint64_t kMinStagedRun = 64 << 10;
 // A driver call that fails once may work the next time; one that fails this often will not.
 constexpr uint32_t kMaxFailedPolls = 64;
 
@@ -36,8 +32,7 @@ Ticket CudaDevice::submit(const Chunk& chunk) {
   op.ticket = ++tickets_ << (kSlotBits + 1) | static_cast<uint64_t>(chunk.direction) << kSlotBits |
               chunk.inflight_slot;
   op.staged = op.drain_marked = false;
-  op.range = 0;
-  op.range_done = op.stage_end = 0;
+  op.next = op.next_done = 0;
   op.first_slice = op.marked;
   op.failed_polls = 0;
   op.resume = {};
@@ -70,12 +65,13 @@ bool CudaDevice::start(Operation& op) {
     op.list = {};
     for (size_t i = 0; i < chunk.count; ++i) op.list.registered &= host_.covers(chunk.ranges[i]);
   } else {
-    op.list = list_pieces(chunk, host_, op.staged, op.pieces);
+    op.list = op.staged ? list_staged_pieces(chunk, host_, op.pieces, op.runs.data(), op.runs.size())
+                        : list_pieces(chunk, host_, op.pieces);
   }
   if (op.list.registered && op.staged && !stageable(chunk, op.list)) {
     ++stats(op).unstaged_chunks;
     op.staged = false;
-    op.list = list_pieces(chunk, host_, false, op.pieces);
+    op.list = list_pieces(chunk, host_, op.pieces);
   }
   if (!op.list.registered) {
     note_error("a chunk touches host memory that is not registered: call register_host() for the pool first");
@@ -112,7 +108,7 @@ bool CudaDevice::advance(Operation& op) {
   }
   const uint64_t begun = now_ns();
   if (!enter() || !submit_slice(op)) return false;
-  const bool all = op.range == op.chunk.count;
+  const bool all = copied(op);
   const bool scatters = all && op.staged && op.chunk.direction == Direction::kLoad;
   const CuStream next = scatters ? lane(op).kernel : lane(op).signal;
   if (!hand_over(op, lane(op).dma, next) || (scatters && !launch(op)) || !mark(op, next)) return false;
@@ -159,29 +155,26 @@ bool CudaDevice::copy_slice(Operation& op) {
   return true;
 }
 
-// The next copy-engine command: a range or, if staged, a run of ranges that are neighbours in host memory;
-// cut where a registration ends.
+// The next copy-engine command: a range or, if staged, a run; cut where a registration ends.
 bool CudaDevice::next_copy(Operation& op, uint64_t* host, uint64_t* device, uint64_t* bytes) {
-  const Chunk& chunk = op.chunk;
-  if (op.range == chunk.count) return false;
-  const Range& first = chunk.ranges[op.range];
-  *host = first.host + op.range_done;
-  uint64_t run = first.bytes - op.range_done;
-  size_t end = op.range + 1;
+  if (copied(op)) return false;
+  uint64_t left;
   if (op.staged) {
-    op.stage_end = place_run(op.stage_end, *host);
-    *device = op.stage + op.stage_end;
-    while (end < chunk.count && chunk.ranges[end].host == *host + run) run += chunk.ranges[end++].bytes;
+    const StagedRun& run = op.runs[op.next];
+    *host = run.host, *device = op.stage + run.offset, left = run.bytes;
   } else {
-    *device = first.device + op.range_done;
+    const Range& range = op.chunk.ranges[op.next];
+    *host = range.host, *device = range.device, left = range.bytes;
   }
-  *bytes = host_.contiguous(*host, run);
-  op.stage_end += *bytes;
-  // Step over what this copy covers.
-  uint64_t covered = op.range_done + *bytes;
-  while (op.range < end && covered >= chunk.ranges[op.range].bytes) covered -= chunk.ranges[op.range++].bytes;
-  op.range_done = covered;
+  *host += op.next_done, *device += op.next_done, left -= op.next_done;
+  *bytes = host_.contiguous(*host, left);
+  op.next_done += *bytes;
+  if (*bytes == left) ++op.next, op.next_done = 0;
   return true;
+}
+
+bool CudaDevice::copied(const Operation& op) const {
+  return op.next == (op.staged ? op.list.runs : op.chunk.count);
 }
 
 bool CudaDevice::launch(Operation& op) {

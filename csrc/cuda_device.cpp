@@ -71,6 +71,7 @@ void CudaDevice::create(const std::string& cubin) {
       op.word = new (word++) Word;
       op.word_device = words_device + (reinterpret_cast<char*>(op.word) - static_cast<char*>(words_));
       require("cuEventCreate", cu_.cuEventCreate(&op.handoff, kCuEventDisableTiming));
+      op.runs.resize(1 + options_.stage_bytes / kMinStagedRun);
       require("cuMemAlloc", cu_.cuMemAlloc(&op.stage, options_.stage_bytes + kStageSlack));
       void* list = nullptr;
       require("cuMemHostAlloc",

@@ -32,7 +32,8 @@ Piece* cut(const Range& range, const CudaHostMemory& host_memory, uint64_t large
 // GiB/s there are 10 ns for each. Hence one pass in the order of memory, and little to do for a range that is
 // one piece of the same registration as the first.
 template <bool kStaged>
-PieceList list(const Chunk& chunk, const CudaHostMemory& host_memory, Piece* out) {
+PieceList list(const Chunk& chunk, const CudaHostMemory& host_memory, Piece* out, StagedRun* to_runs,
+               size_t max_runs) {
   PieceList list;
   const CudaHostMemory::Region* first = host_memory.find(chunk.ranges[0].host);
   list.registered = first != nullptr;
@@ -42,12 +43,19 @@ PieceList list(const Chunk& chunk, const CudaHostMemory& host_memory, Piece* out
   const uint64_t to_offset = kStaged ? 0 : first->device - first->host - host_memory.base();
   const Piece* const begin = out;
   uint64_t misalignment = 0, run_end = 0, runs = 0, staged = 0;
+  StagedRun run{};
+  const auto note_run = [&] {
+    run.bytes = run_end - run.host;
+    if (kStaged && runs != 0 && runs <= max_runs) to_runs[runs - 1] = run;
+  };
   for (const Range *range = chunk.ranges, *end = range + chunk.count; range != end; ++range) {
     const uint64_t host = range->host, bytes = range->bytes;
     misalignment |= range->device | host | bytes;
     if (host != run_end || runs == 0) {
+      note_run();
       ++runs;
       staged = place_run(staged, host);
+      run = {host, 0, staged};
     }
     run_end = host + bytes;
     if (bytes - 1 < largest && host - region < region_bytes && run_end - region <= region_bytes) {
@@ -61,6 +69,7 @@ PieceList list(const Chunk& chunk, const CudaHostMemory& host_memory, Piece* out
     }
     staged += bytes;
   }
+  note_run();
   list.aligned = (misalignment & 15) == 0;
   list.count = static_cast<uint32_t>(out - begin);
   list.runs = runs;
@@ -70,8 +79,13 @@ PieceList list(const Chunk& chunk, const CudaHostMemory& host_memory, Piece* out
 
 }  // namespace
 
-PieceList list_pieces(const Chunk& chunk, const CudaHostMemory& host_memory, bool staged, Piece* out) {
-  return staged ? list<true>(chunk, host_memory, out) : list<false>(chunk, host_memory, out);
+PieceList list_pieces(const Chunk& chunk, const CudaHostMemory& host_memory, Piece* out) {
+  return list<false>(chunk, host_memory, out, nullptr, 0);
+}
+
+PieceList list_staged_pieces(const Chunk& chunk, const CudaHostMemory& host_memory, Piece* out,
+                             StagedRun* runs, size_t max_runs) {
+  return list<true>(chunk, host_memory, out, runs, max_runs);
 }
 
 LaunchShape shape_launch(uint32_t pieces, uint32_t max_grid) {

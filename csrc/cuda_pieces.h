@@ -22,6 +22,13 @@ inline constexpr uint32_t kMaxSplitWarps = 2048;  // more warps than this gain n
 inline constexpr uint32_t kWarpsPerBlock = 8;
 inline constexpr uint32_t kMaxPiecesPerBatch = 32;  // one a lane
 
+// Ranges that are neighbours in host memory lie one behind the other in a stage: one copy-engine command.
+struct StagedRun {
+  uint64_t host;
+  uint64_t bytes;
+  uint64_t offset;  // in the stage
+};
+
 struct PieceList {
   uint32_t count = 0;
   bool registered = true;     // else the list is unfinished
@@ -38,7 +45,10 @@ constexpr uint64_t piece_capacity(uint64_t max_ranges, uint64_t max_bytes) {
 
 // Writes the list of a chunk: offsets are from host_memory.base() or, staged, from the start of the stage.
 // Large ranges are cut so that every warp of the grid gets a part.
-PieceList list_pieces(const Chunk& chunk, const CudaHostMemory& host_memory, bool staged, Piece* out);
+PieceList list_pieces(const Chunk& chunk, const CudaHostMemory& host_memory, Piece* out);
+// The same for a stage; its first `max_runs` runs are noted too.
+PieceList list_staged_pieces(const Chunk& chunk, const CudaHostMemory& host_memory, Piece* out,
+                             StagedRun* runs, size_t max_runs);
 
 // Staged runs lie one behind the other, each on its host address' alignment so that wide copies stay wide:
 // where the run at `host` starts if the one before it ended at `end`.

@@ -305,15 +305,17 @@ uint64_t Lane::pack_parts(Job* job, Slot* slot, uint64_t bytes, uint64_t limit) 
   return bytes;
 }
 
-// What a staged pipeline cannot overlap is kept short: the gathering of a save's first chunk, and the
-// scattering of a load's last.
+// What a staged pipeline cannot overlap is kept short: listing and gathering its first chunks, and scattering
+// the last ones of a load. So it opens with small chunks, each as large as all before it, and a load ends
+// with ever smaller ones.
 uint64_t Lane::chunk_limit(const Job& job) const {
   const TransferDecision& d = job.decision;
   if (d.backend != Backend::kStaged || d.inflight_chunks < 2) return d.chunk_bytes;
-  const uint64_t quarter = std::max(d.chunk_bytes / 4, std::min(d.chunk_bytes, kLeastOpenChunk));
-  if (direction_ == Direction::kSave) return busy_ == 0 ? quarter : d.chunk_bytes;
+  const uint64_t least = std::max(d.chunk_bytes / 8, std::min(d.chunk_bytes, kLeastOpenChunk));
   const uint64_t left = job.result.bytes - job.submitted_bytes;
-  return left > quarter && left <= d.chunk_bytes ? left - quarter : d.chunk_bytes;
+  const uint64_t most =
+      direction_ == Direction::kLoad ? std::min(job.submitted_bytes, left / 2) : job.submitted_bytes;
+  return std::clamp(most, least, d.chunk_bytes);
 }
 
 SlotEntry& Lane::entry(const Job& job, size_t i) const {
