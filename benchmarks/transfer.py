@@ -72,7 +72,8 @@ LADDER = (
     Setting("chunked", 2, MIB // 2, 2),
     *(Setting("chunked", grid, chunk * MIB, 2) for grid, chunk in ((4, 1), (4, 4), (8, 4), (16, 4))),
     *(Setting("staged", grid, chunk * MIB, 2) for grid, chunk in ((4, 1), (8, 2))),
-    *(Setting("staged", grid, chunk * MIB, 3) for grid, chunk in ((8, 4), (16, 4), (8, 8), (16, 8), (16, 16), (32, 16))),
+    *(Setting("staged", grid, chunk * MIB, 3) for grid, chunk in ((8, 4), (16, 4), (8, 8), (16, 8))),
+    *(Setting("staged", grid, 16 * MIB, 3) for grid in (16, 32)),
 )
 FEW = (
     Setting("auto", 0, 0, 0),

@@ -8,6 +8,7 @@ and steps.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_pega_connector import compat
@@ -39,6 +40,8 @@ class PegaScheduler:
         self._handshakes: dict[Rank, PegaHandshake] = {}
         self._reported: dict[Rank, PegaHandshake] = {}  # beside other connectors: by the workers, until all have
         self._requests: dict[str, RequestState] = {}
+        self._growing: dict[str, RequestState] = {}  # those that have, or soon have, blocks to save
+        self._starting: set[str] = set()  # in this step
         self._fingerprint: dict[str, str] = {}
         self._told_drops: Counter[str] = Counter()
         self._told_failures: Counter[str] = Counter()
@@ -145,6 +148,7 @@ class PegaScheduler:
         Where its KV may be had is the answer, for whoever goes on with it on another instance.
         """
         state = self._requests.pop(request.request_id, None)
+        self._growing.pop(request.request_id, None)
         if state is not None:
             self._finish(state, block_ids)
         if self._migration is None or not self._migration.port or self._config.migration is None:
@@ -172,42 +176,45 @@ class PegaScheduler:
         if self._migration is not None:
             self._migration.poll()
         self._follow(output)
-        self._collect(output)
+        self._collect()
         metadata = PegaMetadata(self._loads.new_jobs + self._saves.take_jobs(bool(self._requests)), self._loads.cancel)
         self._loads.new_jobs, self._loads.cancel = [], []
         return metadata
 
     def _follow(self, output: SchedulerOutput) -> None:
-        """Which blocks every request has."""
-        requests = self._requests
+        """Which blocks every request has. Of hundreds that decode only few get one in a step."""
+        self._starting.clear()
         for request_id in output.preempted_req_ids or ():
-            if state := requests.get(request_id):
+            if state := self._requests.get(request_id):
                 state.restart([])
         for new in output.scheduled_new_reqs:
-            if state := requests.get(new.req_id):
-                state.restart(new.block_ids)
+            self._start(new.req_id, new.block_ids)
         cached = output.scheduled_cached_reqs
         for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            state = requests.get(request_id)
-            if state is None:
-                continue
             if request_id in cached.resumed_req_ids:
-                state.restart(new_blocks or [])
-            elif new_blocks:
+                self._start(request_id, new_blocks or [])
+            elif new_blocks and (state := self._requests.get(request_id)):
                 for ids, new_ids in zip(state.block_ids, new_blocks, strict=True):
                     ids.extend(new_ids)
+                if self._saves.due(state):
+                    self._growing[request_id] = state
 
-    def _collect(self, output: SchedulerOutput) -> None:
+    def _start(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        if state := self._requests.get(request_id):
+            state.restart(block_ids)
+            self._starting.add(request_id)
+            if self._saves.due(state):
+                self._growing[request_id] = state
+
+    def _collect(self) -> None:
         """Not of those that start in this step: what they hit in the GPU's prefix cache may be computed by this very
         step, for another request, and its saves run before it."""
-        size = self._shared.block_size
-        cached = output.scheduled_cached_reqs
-        for request_id in cached.req_ids:
-            state = self._requests.get(request_id)
-            if state is None or request_id in cached.resumed_req_ids:
+        for request_id, state in list(self._growing.items()):
+            if request_id in self._starting:
                 continue
-            if min(state.saved, default=0) < computed_tokens(state.request) // size:
-                self._saves.collect(state, finished=False)
+            self._saves.collect(state, finished=False)
+            if not self._saves.due(state):
+                del self._growing[request_id]
 
     # --- results ---
 
@@ -283,21 +290,25 @@ class PegaScheduler:
         return {state: sum(c[state] for c in counts) for state in counts[0]}
 
     def take_stats(self) -> PegaStats | None:
-        """What was dropped, failed or evicted since the last call, and the pool as it stands."""
+        """What was dropped, failed or evicted since the last call, and the pool as it stands. vLLM asks every step."""
         if self._shared.index is None:
             return None
+        evictions, slots, faults = self._shared.index.evictions, self._slots(), take_faults()
+        migrations = self._migration.take_stats() if self._migration is not None else None
+        if not (faults or migrations or self._moved or slots != self._told_pool) and (
+            dict.__eq__(self.drops, self._told_drops) and dict.__eq__(self.load_failures, self._told_failures)
+        ):
+            return None  # an eviction changes `slots` or comes with a move
         stats = PegaStats.empty()
-        evictions = self._shared.index.evictions
-        slots = self._slots()
         drops = self.drops - self._told_drops
         stats.data["ignored_params"] = drops.pop("bad_request_params", 0)
-        stats.data["faults"] = drops.pop("duplicate_report", 0) + take_faults()
+        stats.data["faults"] = drops.pop("duplicate_report", 0) + faults
         stats.data["drops"] = dict(drops)
         stats.data["blocks"], self._moved = dict(self._moved), Counter()
         stats.data["failures"] = dict(self.load_failures - self._told_failures)
         stats.data["evictions"] = evictions - self._told_evictions
-        if self._migration is not None:
-            stats.add_migrations(self._migration.take_stats())
+        if migrations:
+            stats.add_migrations(migrations)
         stats.data["pool"] = {} if slots == self._told_pool else slots
         self._told_drops, self._told_failures = self.drops.copy(), self.load_failures.copy()
         self._told_evictions, self._told_pool = evictions, slots

@@ -18,7 +18,13 @@ from vllm_pega_connector.scheduler_state import GROUP, Job, RequestState, Shared
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-NO_SLOT = 0xFFFFFFFF  # what SlotIndex.reserve answers for a key that is present or has no room
+# What SlotIndex.reserve answers for a key that is present or has no room.
+_NO_SLOT = 0xFFFFFFFF
+NO_SLOT = _NO_SLOT.to_bytes(4, "little")
+
+# Blocks that a decoding request fills before they are saved together: a quarter of the work and of the jobs, for at
+# most this many blocks lost to a preemption. Prompts do not wait, and what is over does not either.
+DECODE_BLOCKS = 4
 
 # Of a small GPU cache 5 % would be less than one prompt's blocks; saves may then hold this many, but never more
 # than a quarter, so that requests still run beside them.
@@ -27,19 +33,30 @@ SMALL_CACHE_HELD_BLOCKS = 64
 
 @dataclass
 class Chunk:
-    """Blocks of one request and cache group that are worth saving, in order."""
+    """Blocks of one request and cache group that are worth saving, in order; `keys`: their hashes, joined."""
 
     group: int
     policy: PolicyConfig | None
-    keys: list[bytes]
+    keys: bytes
     blocks: list[KVCacheBlock]
     near: int  # slot beside which theirs should lie
 
     def split(self, n: int) -> Chunk:
         """Takes the first `n` blocks away."""
-        head = Chunk(self.group, self.policy, self.keys[:n], self.blocks[:n], self.near)
-        self.keys, self.blocks = self.keys[n:], self.blocks[n:]
+        cut = len(self.keys) // len(self.blocks) * n
+        head = Chunk(self.group, self.policy, self.keys[:cut], self.blocks[:n], self.near)
+        self.keys, self.blocks = self.keys[cut:], self.blocks[n:]
         return head
+
+
+@dataclass(frozen=True)
+class SavePart:
+    """Blocks of one cache group and the uint32 slots and keys that they are stored under."""
+
+    group: int
+    blocks: list[KVCacheBlock]
+    slots: bytes
+    keys: bytes
 
 
 @dataclass
@@ -48,13 +65,10 @@ class SaveBatch:
 
     policy: PolicyConfig | None
     epoch: int
-    groups: list[int] = field(default_factory=list)
-    blocks: list[KVCacheBlock] = field(default_factory=list)
-    slots: list[bytes] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
+    parts: list[SavePart] = field(default_factory=list)
 
     def slots_of(self, group: int) -> bytes:
-        return b"".join(s for g, s in zip(self.groups, self.slots, strict=True) if g == group)
+        return b"".join(part.slots for part in self.parts if part.group == group)
 
 
 class Saves:
@@ -68,6 +82,7 @@ class Saves:
         self._max_moving = max_held_blocks(shared.config, gpu_blocks)
         # What the backlog leaves free while requests run: what they may want in one step.
         self._leave_free = min(blocks_per_step, gpu_blocks // 4)
+        self._suffixes = [compat.pool_hash(b"", group) for group in range(len(shared.groups))]
         self._batches: dict[tuple[PolicyConfig | None, int], SaveBatch] = {}  # by policy and epoch
         self._backlog: deque[Chunk] = deque()
         self._waiting = 0  # blocks in the backlog
@@ -85,6 +100,15 @@ class Saves:
         """Of what waits for the next metadata."""
         return [batch.slots_of(group) for batch in self._batches.values()]
 
+    def due(self, state: RequestState) -> bool:
+        """Whether a running request has, or is about to have, blocks to save."""
+        if not (self._enabled and state.params.save and state.block_ids):
+            return False
+        saved = min(state.saved)
+        if saved < state.request.num_prompt_tokens // self._shared.block_size:
+            return True
+        return self._shared.config.save_decode and len(state.block_ids[GROUP]) - saved > DECODE_BLOCKS
+
     def collect(self, state: RequestState, finished: bool) -> None:
         """Adds the request's full, computed and not yet stored blocks to this step's saves.
 
@@ -96,64 +120,83 @@ class Saves:
             self._collect_group(state, group, finished)
 
     def _collect_group(self, state: RequestState, group: int, finished: bool) -> None:
-        request = state.request
-        tokens = computed_tokens(request)
-        if not self._shared.config.save_decode:
-            tokens = min(tokens, request.num_prompt_tokens)
-        first, ids, hashes = state.saved[group], state.block_ids[group], request.block_hashes
-        end = min(tokens // self._shared.block_size, len(hashes), len(ids))
+        ids, hashes, first = state.block_ids[group], state.request.block_hashes, state.saved[group]
+        end = min(self._computed_blocks(state), len(hashes), len(ids))
         if end <= first:
             return
-        present = self._shared.index.contains(group, b"".join(hashes[first:end]))
-        in_window = self._shared.groups[group].first_needed(request.num_computed_tokens, self._shared.block_size)
-        room = len(ids) if finished else self._room
-        wanted: list[int] = []
-        state.saved[group] = end
-        for i in range(first, end):
-            if present[i - first]:
-                continue
-            block = self._shared.pool.blocks[ids[i]]
-            if block.is_null or block.block_hash != compat.pool_hash(hashes[i], group):
-                continue  # not what the key says (or not to be cached at all)
-            if i < in_window and not finished and block.ref_cnt:
-                continue  # the request has given it back: it may be another's, who computes it in this very step
-            if len(wanted) >= room:
-                state.saved[group] = i
-                break
-            wanted.append(i)
-        if not wanted:
-            return
-        blocks = [self._shared.pool.blocks[ids[i]] for i in wanted]
-        chunk = Chunk(group, state.params.save_policy, [hashes[i] for i in wanted], blocks, state.last_slot[group])
+        mine = hashes[first:end]
+        keys = b"".join(mine)
+        absent = self._shared.index.contains(group, keys).count(0)
+        pool = self._shared.pool.blocks
+        blocks = [pool[i] for i in ids[first:end]]
+        suffix = self._suffixes[group]
+        in_window = self._shared.groups[group].first_needed(state.request.num_computed_tokens, self._shared.block_size)
+        room = len(blocks) if finished else self._room
+        if (
+            absent == len(blocks) <= room
+            and (finished or first >= in_window)
+            and [block.block_hash for block in blocks] == [key + suffix for key in mine]
+        ):
+            state.saved[group] = end  # nearly always: all of them
+        else:
+            wanted = self._wanted(group, mine, blocks, in_window - first if not finished else 0)
+            state.saved[group] = end if len(wanted) <= room else first + wanted[room]
+            wanted = wanted[:room]
+            if not wanted:
+                return
+            keys, blocks = b"".join(mine[i] for i in wanted), [blocks[i] for i in wanted]
+        chunk = Chunk(group, state.params.save_policy, keys, blocks, state.last_slot[group])
         self._shared.pool.touch(blocks)
-        now = chunk.split(self._room)
-        state.last_slot[group] = self._reserve(now)
-        if chunk.blocks:
+        now = chunk if len(blocks) <= self._room else chunk.split(self._room)
+        if now.blocks:
+            state.last_slot[group] = self._reserve(now)
+        if now is not chunk:
             chunk.near = state.last_slot[group]
             self._backlog.append(chunk)
             self._waiting += len(chunk.blocks)
 
+    def _computed_blocks(self, state: RequestState) -> int:
+        """Full blocks whose KV is worth saving, of what is computed."""
+        tokens = computed_tokens(state.request)
+        if not self._shared.config.save_decode:
+            tokens = min(tokens, state.request.num_prompt_tokens)
+        return tokens // self._shared.block_size
+
+    def _wanted(self, group: int, keys: list[bytes], blocks: list[KVCacheBlock], in_window: int) -> list[int]:
+        """Which of these blocks can and should be saved. Those before `in_window` the request may have given back."""
+        present = self._shared.index.contains(group, b"".join(keys))
+        suffix = self._suffixes[group]
+        wanted = []
+        for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+            if present[i] or block.is_null or block.block_hash != key + suffix:
+                continue  # there already, or not what the key says (or not to be cached at all)
+            if i < in_window and block.ref_cnt:
+                continue  # given back: it may be another's, who computes it in this very step
+            wanted.append(i)
+        return wanted
+
     def _reserve(self, chunk: Chunk) -> int:
         """Moves a chunk of held blocks into this step's saves, as far as there are slots. Returns the last slot."""
-        slots = self._shared.index.reserve(chunk.group, b"".join(chunk.keys), chunk.near)
-        batch = self._batches.setdefault(
-            (chunk.policy, self._shared.epoch), SaveBatch(chunk.policy, self._shared.epoch)
-        )
-        last = chunk.near
-        for block, key, slot in zip(chunk.blocks, chunk.keys, np.frombuffer(slots, np.uint32).tolist(), strict=True):
-            if slot == NO_SLOT:
-                self._shared.pool.free_blocks([block])
-                continue
-            batch.groups.append(chunk.group)
-            batch.blocks.append(block)
-            batch.slots.append(slot.to_bytes(4, "little"))
-            batch.keys.append(key)
-            last = slot
-            self._moving += 1
-        if NO_SLOT in np.frombuffer(slots, np.uint32):
-            absent = self._shared.index.contains(chunk.group, b"".join(chunk.keys)).count(0)
-            self._shared.drops["pool_full"] += absent  # the others are there already
-        return last
+        index, epoch = self._shared.index, self._shared.epoch
+        slots, keys, blocks = index.reserve(chunk.group, chunk.keys, chunk.near), chunk.keys, chunk.blocks
+        if NO_SLOT in slots:  # perhaps: these bytes may also lie across two slots
+            numbers = np.frombuffer(slots, np.uint32)
+            kept = np.flatnonzero(numbers != _NO_SLOT).tolist()
+            if len(kept) < len(blocks):
+                # Of those without a slot some are there already, others find no room.
+                self._shared.drops["pool_full"] += index.contains(chunk.group, keys).count(0)
+                self._shared.pool.free_blocks([block for i, block in enumerate(blocks) if numbers[i] == _NO_SLOT])
+                size = self._shared.key_bytes
+                keys = b"".join(keys[i * size : (i + 1) * size] for i in kept)
+                slots, blocks = numbers[kept].tobytes(), [blocks[i] for i in kept]
+        if not blocks:
+            return chunk.near
+        batch = self._batches.get((chunk.policy, epoch))
+        if batch is None:
+            batch = self._batches[chunk.policy, epoch] = SaveBatch(chunk.policy, epoch)
+        batch.parts.append(SavePart(chunk.group, blocks, slots, keys))
+        self._moving += len(blocks)
+        return int.from_bytes(slots[-4:], "little")
 
     def _drain_backlog(self) -> None:
         while self._backlog and self._room:
@@ -189,15 +232,21 @@ class Saves:
             self._drain_backlog()
             if requests_run:
                 self.give_way(self._leave_free - self._shared.pool.get_num_free_blocks())
-        jobs = [self._job(batch) for batch in self._batches.values() if batch.blocks]
+        jobs = [self._job(batch) for batch in self._batches.values()]
         self._batches = {}
         return jobs
 
     def _job(self, batch: SaveBatch) -> TransferJob:
-        job = self._shared.new_job("save", tuple((g, batch.slots_of(g)) for g in sorted(set(batch.groups))))
-        job.held, job.epoch = batch.blocks, batch.epoch
-        moves = move_rows(batch.groups, [b.block_id for b in batch.blocks], b"".join(batch.slots))
-        return TransferJob(job.job_id, "save", moves, b"".join(batch.keys), policy=batch.policy)
+        parts = batch.parts
+        groups = dict.fromkeys(part.group for part in parts)
+        job = self._shared.new_job("save", tuple((group, batch.slots_of(group)) for group in groups))
+        job.held, job.epoch = [block for part in parts for block in part.blocks], batch.epoch
+        moves = move_rows(
+            [part.group for part in parts for _ in part.blocks],
+            [block.block_id for block in job.held],
+            b"".join(part.slots for part in parts),
+        )
+        return TransferJob(job.job_id, "save", moves, b"".join(part.keys for part in parts), policy=batch.policy)
 
     def end(self, job: Job) -> None:
         # First, and whatever the index says: GPU blocks that are held for ever cost the engine more than a slot.

@@ -55,6 +55,9 @@ class MigrationStats:
     nbytes: int = 0
     seconds: list[tuple[str, float]] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        return bool(self.ended or self.nbytes or self.seconds)
+
 
 class Migration:
     """`tables`: the slot tables of all ranks, mapped here to make other processes forget (pega's _native.SlotTable)."""
