@@ -65,13 +65,12 @@ bool CudaDevice::start(Operation& op) {
     op.list = {};
     for (size_t i = 0; i < chunk.count; ++i) op.list.registered &= host_.covers(chunk.ranges[i]);
   } else {
-    op.list = op.staged ? list_staged_pieces(chunk, host_, op.pieces, op.runs.data(), op.runs.size())
-                        : list_pieces(chunk, host_, op.pieces);
+    list(op);
   }
   if (op.list.registered && op.staged && !stageable(chunk, op.list)) {
     ++stats(op).unstaged_chunks;
     op.staged = false;
-    op.list = list_pieces(chunk, host_, op.pieces);
+    list(op);
   }
   if (!op.list.registered) {
     note_error("a chunk touches host memory that is not registered: call register_host() for the pool first");
@@ -87,6 +86,15 @@ bool CudaDevice::start(Operation& op) {
   }
   op.phase = Phase::kCopying;
   return advance(op);
+}
+
+void CudaDevice::list(Operation& op) {
+  if (!copy_prepared(op.chunk, host_, op.staged, op.pieces, op.runs.data(), &op.list)) {
+    op.list = op.staged ? list_staged_pieces(op.chunk, host_, op.pieces, op.runs.data(), op.runs.size())
+                        : list_pieces(op.chunk, host_, op.pieces);
+    op.list.base = op.staged ? 0 : host_.base();
+  }
+  if (op.staged) op.list.base += op.stage;
 }
 
 bool CudaDevice::stageable(const Chunk& chunk, const PieceList& list) const {
@@ -180,7 +188,7 @@ bool CudaDevice::copied(const Operation& op) const {
 bool CudaDevice::launch(Operation& op) {
   uint32_t count = op.list.count, aligned = op.list.aligned;
   LaunchShape shape = shape_launch(count, std::min(op.chunk.grid, max_grid_));
-  uint64_t pieces = op.pieces_device, base = op.staged ? op.stage : host_.base();
+  uint64_t pieces = op.pieces_device, base = op.list.base;
   void* arguments[] = {&pieces, &count, &shape.batch, &base, &aligned};
   if (!succeeded("cuLaunchKernel", cu_.cuLaunchKernel(lane(op).function, shape.grid, 1, 1, kThreadsPerBlock,
                                                       1, 1, 0, lane(op).kernel, arguments, nullptr))) {

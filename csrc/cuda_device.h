@@ -83,6 +83,9 @@ class CudaDevice : public Device {
   EventId record_event(uint64_t stream) override;
   Progress query_event(EventId event) override;
   void release_event(EventId event) override;
+  void prepare(const std::vector<Range>& ranges, Prepared* prepared) override {
+    prepare_pieces(ranges, host_, prepared);
+  }
   Ticket submit(const Chunk& chunk) override;
   Progress poll(Ticket ticket) override;
   std::string last_error() const override;
@@ -165,6 +168,7 @@ class CudaDevice : public Device {
   bool copy_slice(Operation& op);
   bool next_copy(Operation& op, uint64_t* host, uint64_t* device, uint64_t* bytes);
   bool copied(const Operation& op) const;
+  void list(Operation& op);
   bool stageable(const Chunk& chunk, const PieceList& list) const;
   bool launch(Operation& op);
   bool hand_over(Operation& op, CuStream from, CuStream to);

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda_pieces.h"
 
+#include <algorithm>
+#include <cstring>
+
 namespace pega {
 
 namespace {
@@ -86,6 +89,51 @@ PieceList list_pieces(const Chunk& chunk, const CudaHostMemory& host_memory, Pie
 PieceList list_staged_pieces(const Chunk& chunk, const CudaHostMemory& host_memory, Piece* out,
                              StagedRun* runs, size_t max_runs) {
   return list<true>(chunk, host_memory, out, runs, max_runs);
+}
+
+void prepare_pieces(const std::vector<Range>& ranges, const CudaHostMemory& host_memory, Prepared* prepared) {
+  prepared->clear();
+  const CudaHostMemory::Region* region = ranges.empty() ? nullptr : host_memory.find(ranges[0].host);
+  if (!region) return;
+  const uint64_t to_offset = region->device - region->host - host_memory.base();
+  uint64_t misalignment = 0, run_end = 0;
+  prepared->words.resize(2 * ranges.size());
+  uint64_t* word = prepared->words.data();
+  for (const Range& range : ranges) {
+    const uint64_t end = range.host + range.bytes;
+    if (range.bytes - 1 >= kMinPieceBytes || range.host < region->host ||
+        end > region->host + region->bytes) {
+      prepared->clear();
+      return;
+    }
+    if (range.host != run_end) prepared->run_starts.push_back(&range - ranges.data());
+    run_end = end;
+    misalignment |= range.device | range.host | range.bytes;
+    *word++ = range.device;
+    *word++ = (range.host + to_offset) | (range.bytes - 1) << 48;
+  }
+  prepared->aligned = (misalignment & 15) == 0;
+}
+
+bool copy_prepared(const Chunk& chunk, const CudaHostMemory& host_memory, bool staged, Piece* out,
+                   StagedRun* run, PieceList* list) {
+  if (!chunk.prepared) return false;
+  const auto& starts = chunk.prepared->run_starts;
+  const auto next = std::upper_bound(starts.begin(), starts.end(), chunk.first);
+  if (staged && next != starts.end() && *next < chunk.first + chunk.count) return false;
+  const uint64_t* words = chunk.prepared->words.data() + 2 * chunk.first;
+  std::memcpy(out, words, chunk.count * sizeof(Piece));
+  *list = {};
+  list->count = static_cast<uint32_t>(chunk.count);
+  list->aligned = chunk.prepared->aligned;
+  list->base = host_memory.base();
+  if (staged) {
+    *run = {chunk.ranges[0].host, chunk.bytes, place_run(0, chunk.ranges[0].host)};
+    list->runs = 1;
+    list->staged_bytes = run->offset + run->bytes;
+    list->base = run->offset - (words[1] & ((uint64_t{1} << 48) - 1));  // from the stage's start
+  }
+  return true;
 }
 
 LaunchShape shape_launch(uint32_t pieces, uint32_t max_grid) {

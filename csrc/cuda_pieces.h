@@ -35,6 +35,7 @@ struct PieceList {
   bool aligned = true;        // every address and size is a multiple of 16
   uint64_t runs = 0;          // of contiguous host memory
   uint64_t staged_bytes = 0;  // what they fill of a stage
+  uint64_t base = 0;          // added to the pieces' offsets
 };
 
 // How many pieces a list may get: a cut costs one per kMaxPieceBytes or per warp; so does, rarely, the end of
@@ -43,7 +44,8 @@ constexpr uint64_t piece_capacity(uint64_t max_ranges, uint64_t max_bytes) {
   return max_ranges + std::max<uint64_t>(kMaxSplitWarps, max_bytes / kMaxPieceBytes) + 64;
 }
 
-// Writes the list of a chunk: offsets are from host_memory.base() or, staged, from the start of the stage.
+// Writes the list of a chunk: offsets are from host_memory.base() or, staged, from the start of the stage;
+// `base` is left to the caller.
 // Large ranges are cut so that every warp of the grid gets a part.
 PieceList list_pieces(const Chunk& chunk, const CudaHostMemory& host_memory, Piece* out);
 // The same for a stage; its first `max_runs` runs are noted too.
@@ -53,6 +55,13 @@ PieceList list_staged_pieces(const Chunk& chunk, const CudaHostMemory& host_memo
 // Staged runs lie one behind the other, each on its host address' alignment so that wide copies stay wide:
 // where the run at `host` starts if the one before it ended at `end`.
 inline uint64_t place_run(uint64_t end, uint64_t host) { return end + ((host - end) & 15); }
+
+// The pieces of whole ranges, in host memory, for all chunks that they will be part of. Nothing where a range
+// may be more than one piece.
+void prepare_pieces(const std::vector<Range>& ranges, const CudaHostMemory& host_memory, Prepared* prepared);
+// The list of a chunk that was prepared. Staged, it must be one run, which is noted. False: list it as above.
+bool copy_prepared(const Chunk& chunk, const CudaHostMemory& host_memory, bool staged, Piece* out,
+                   StagedRun* run, PieceList* list);
 
 // How a list is spread over a grid of at most `max_grid` CTAs.
 struct LaunchShape {

@@ -7,10 +7,20 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "types.h"
 
 namespace pega {
+
+// What a device made of a job's ranges while the job still waited for its event; empty if nothing.
+struct Prepared {
+  std::vector<uint64_t> words;     // two a range, as its kernels read them
+  std::vector<size_t> run_starts;  // ranges that do not lie behind the one before them in host memory
+  bool aligned = false;            // every address and size is a multiple of 16
+
+  void clear() { words.clear(), run_starts.clear(); }
+};
 
 // A bounded piece of one transfer, submitted as a whole. `ranges` stays valid until its ticket is retired.
 // Every range of a chunk fits the decision's limits: the engine has split and packed them.
@@ -22,6 +32,8 @@ struct Chunk {
   uint64_t bytes;          // sum over ranges
   uint32_t grid;           // upper bound of CTAs (workers on a host device)
   uint32_t inflight_slot;  // 0 .. inflight_chunks-1 of its lane; free when this chunk is submitted
+  const Prepared* prepared = nullptr;  // of the ranges from `first` on; may be null
+  size_t first = 0;
 };
 
 enum class Progress : uint8_t { kPending, kDone, kFailed };
@@ -51,6 +63,12 @@ class Device {
   // --- called by the engine thread only ---
   virtual Progress query_event(EventId event) = 0;
   virtual void release_event(EventId event) = 0;
+
+  // Whatever makes submitting parts of these ranges cheaper. Called while there is time.
+  virtual void prepare(const std::vector<Range>& ranges, Prepared* prepared) {
+    (void)ranges;
+    prepared->clear();
+  }
 
   // Starts a chunk; never blocks, never throws. Always returns a ticket: a chunk that could not be started,
   // or only in part, reports kFailed from poll() once nothing of it can touch memory any more.

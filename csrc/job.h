@@ -50,6 +50,7 @@ struct Job {
   JobState state = JobState::kQueued;
   std::vector<uint32_t> order;  // of moves, by slot: the job's bytes as one stream
   std::vector<Range> ranges;
+  Prepared prepared;
   TransferDecision decision;
   uint64_t range_bytes = 0;      // of every range, if they are all alike
   size_t next_range = 0;         // first range not wholly submitted
@@ -76,6 +77,7 @@ struct Job {
     state = JobState::kQueued;
     order.clear();
     ranges.clear();
+    prepared.clear();
     decision = {};
     next_range = begun = landed = 0;
     range_bytes = cut = submitted_bytes = begun_end = landed_end = 0;

@@ -151,6 +151,7 @@ void Lane::admit(double now) {
     job->range_bytes = shape.min_range_bytes * shape.ranges == shape.total_bytes ? shape.min_range_bytes : 0;
     if (job->ranges.empty()) continue;
     job->decision = clamp(decide(shape, profile_, job->objective, job->policy), limits_);
+    if (job->decision.backend != Backend::kMemcpy) device_.prepare(job->ranges, &job->prepared);
     job->result.backend = to_string(job->decision.backend);
     job->result.reason = job->decision.reason;
   }
@@ -210,8 +211,18 @@ size_t Lane::submit_next(double now) {
     return 1;
   }
   if (direction_ == Direction::kSave) begin_slots(job);
-  slot->ticket = device_.submit({direction_, job->decision.backend, slot->ranges, slot->count, slot->bytes,
-                                 job->decision.max_grid_blocks, static_cast<uint32_t>(slot - slots_.data())});
+  Chunk chunk{direction_,
+              job->decision.backend,
+              slot->ranges,
+              slot->count,
+              slot->bytes,
+              job->decision.max_grid_blocks,
+              static_cast<uint32_t>(slot - slots_.data())};
+  if (!job->prepared.words.empty() && slot->ranges != slot->parts.data()) {
+    chunk.prepared = &job->prepared;
+    chunk.first = slot->ranges - job->ranges.data();
+  }
+  slot->ticket = device_.submit(chunk);
   ++busy_;
   ++job->outstanding;
   outstanding_bytes_ += slot->bytes;
