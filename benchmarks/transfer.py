@@ -66,7 +66,6 @@ MIB = 1 << 20
 BACKENDS = ("memcpy", "kernel", "chunked", "staged")
 # From little interference to most throughput; a profile's curve holds the shuffled ones.
 LADDER = (
-    Setting("auto", 0, 0, 0),
     *(Setting("memcpy", 1, chunk * MIB, 2) for chunk in (4, 16)),
     *(Setting("kernel", grid, 256 * MIB, 1) for grid in (2, 4, 8, 16, 32)),
     Setting("chunked", 2, MIB // 2, 2),
@@ -74,12 +73,13 @@ LADDER = (
     *(Setting("staged", grid, chunk * MIB, 2) for grid, chunk in ((4, 1), (8, 2))),
     *(Setting("staged", grid, chunk * MIB, 3) for grid, chunk in ((8, 4), (16, 4), (8, 8), (16, 8))),
     *(Setting("staged", grid, 16 * MIB, 3) for grid in (16, 32)),
+    Setting("auto", 0, 0, 0),
 )
 FEW = (
-    Setting("auto", 0, 0, 0),
     Setting("memcpy", 1, 4 * MIB, 2),
     Setting("kernel", 8, 256 * MIB, 1),
     Setting("staged", 16, 16 * MIB, 3),
+    Setting("auto", 0, 0, 0),
 )
 
 

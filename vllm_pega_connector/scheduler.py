@@ -295,21 +295,24 @@ class PegaScheduler:
             return None
         evictions, slots, faults = self._shared.index.evictions, self._slots(), take_faults()
         migrations = self._migration.take_stats() if self._migration is not None else None
-        if not (faults or migrations or self._moved or slots != self._told_pool) and (
-            dict.__eq__(self.drops, self._told_drops) and dict.__eq__(self.load_failures, self._told_failures)
-        ):
+        lost = not (dict.__eq__(self.drops, self._told_drops) and dict.__eq__(self.load_failures, self._told_failures))
+        if not (faults or migrations or lost or self._moved or slots != self._told_pool):
             return None  # an eviction changes `slots` or comes with a move
         stats = PegaStats.empty()
-        drops = self.drops - self._told_drops
-        stats.data["ignored_params"] = drops.pop("bad_request_params", 0)
-        stats.data["faults"] = drops.pop("duplicate_report", 0) + faults
-        stats.data["drops"] = dict(drops)
-        stats.data["blocks"], self._moved = dict(self._moved), Counter()
-        stats.data["failures"] = dict(self.load_failures - self._told_failures)
+        stats.data["faults"] = faults
+        if lost:
+            drops = self.drops - self._told_drops
+            stats.data["ignored_params"] = drops.pop("bad_request_params", 0)
+            stats.data["faults"] += drops.pop("duplicate_report", 0)
+            stats.data["drops"] = dict(drops)
+            stats.data["failures"] = dict(self.load_failures - self._told_failures)
+            self._told_drops, self._told_failures = self.drops.copy(), self.load_failures.copy()
+        if self._moved:
+            stats.data["blocks"], self._moved = dict(self._moved), Counter()
         stats.data["evictions"] = evictions - self._told_evictions
         if migrations:
             stats.add_migrations(migrations)
-        stats.data["pool"] = {} if slots == self._told_pool else slots
-        self._told_drops, self._told_failures = self.drops.copy(), self.load_failures.copy()
+        if slots != self._told_pool:
+            stats.data["pool"] = slots
         self._told_evictions, self._told_pool = evictions, slots
-        return None if stats.is_empty() else stats
+        return stats

@@ -139,15 +139,9 @@ class Loads:
         if not match.pins:
             return
         end = match.start + match.blocks
-        groups: list[int] = []
-        blocks: list[int] = []
-        slots = keys = b""
         joined = state.joined_hashes(end, self._shared.key_bytes)
-        for group, first, pinned in match.pins:
-            groups += [group] * (end - first)
-            blocks += block_ids[group][first:end]
-            slots += pinned
-            keys += joined[first * self._shared.key_bytes :]
+        moves = move_rows([(group, block_ids[group][first:end], pinned) for group, first, pinned in match.pins])
+        keys = b"".join(joined[first * self._shared.key_bytes :] for _, first, _ in match.pins)
         if self._windows and match.blocks < offered:
             keys = bytes(len(keys))  # the window before an earlier end was not pinned: let it fail and be computed
         job = self._shared.new_job("load", tuple((group, pinned) for group, _, pinned in match.pins))
@@ -157,7 +151,7 @@ class Loads:
             TransferJob(
                 job.job_id,
                 "load",
-                move_rows(groups, blocks, slots),
+                moves,
                 keys,
                 state.request.request_id,
                 state.params.load_policy,

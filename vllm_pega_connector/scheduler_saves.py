@@ -127,6 +127,9 @@ class Saves:
         mine = hashes[first:end]
         keys = b"".join(mine)
         absent = self._shared.index.contains(group, keys).count(0)
+        if not absent:  # as after a load
+            state.saved[group] = end
+            return
         pool = self._shared.pool.blocks
         blocks = [pool[i] for i in ids[first:end]]
         suffix = self._suffixes[group]
@@ -241,11 +244,7 @@ class Saves:
         groups = dict.fromkeys(part.group for part in parts)
         job = self._shared.new_job("save", tuple((group, batch.slots_of(group)) for group in groups))
         job.held, job.epoch = [block for part in parts for block in part.blocks], batch.epoch
-        moves = move_rows(
-            [part.group for part in parts for _ in part.blocks],
-            [block.block_id for block in job.held],
-            b"".join(part.slots for part in parts),
-        )
+        moves = move_rows([(part.group, [b.block_id for b in part.blocks], part.slots) for part in parts])
         return TransferJob(job.job_id, "save", moves, b"".join(part.keys for part in parts), policy=batch.policy)
 
     def end(self, job: Job) -> None:

@@ -127,10 +127,13 @@ def computed_tokens(request: Request) -> int:
     return min(tokens, request.num_tokens - (1 if request.num_output_tokens else 0))
 
 
-def move_rows(groups: Sequence[int], blocks: Sequence[int], slots: bytes) -> bytes:
-    """Rows of (group, block, slot), as a TransferJob has them."""
-    moves = np.empty((len(blocks), 3), np.uint32)
-    moves[:, 0] = groups
-    moves[:, 1] = blocks
-    moves[:, 2] = np.frombuffer(slots, np.uint32)
+def move_rows(parts: Sequence[tuple[int, Sequence[int], bytes]]) -> bytes:
+    """Rows of (group, block, slot), as a TransferJob has them, of parts of (group, blocks, uint32 slots)."""
+    moves = np.empty((sum(len(blocks) for _, blocks, _ in parts), 3), np.uint32)
+    end = 0
+    for group, blocks, slots in parts:
+        begin, end = end, end + len(blocks)
+        moves[begin:end, 0] = group
+        moves[begin:end, 1] = blocks
+        moves[begin:end, 2] = np.frombuffer(slots, np.uint32)
     return moves.tobytes()

@@ -142,7 +142,7 @@ def test_few_large_ranges_load_by_memcpy(name, objective, range_bytes):
 @pytest.mark.parametrize("direction", ["load", "save"])
 def test_one_small_range_is_copied_plainly(name, objective, direction):
     decision = decide(name, 1, 4 * KIB, objective, direction)
-    assert decision.backend in ("memcpy", "kernel")  # whichever answers sooner
+    assert decision.backend in ("memcpy", "kernel", "chunked")  # whichever answers sooner
     assert "too short" in decision.reason
 
 
@@ -157,7 +157,7 @@ def test_at_full_speed_large_stages_save_driver_calls():
     for direction in ("load", "save"):
         fast = decide("h200", 16384, 4 * KIB, "throughput", direction)
         calm = decide("h200", 16384, 4 * KIB, "balanced", direction)
-        assert (fast.backend, fast.chunk_bytes) == ("staged", 8 * MIB)
+        assert (fast.backend, fast.chunk_bytes) == ("staged", 16 * MIB)
         assert (calm.backend, calm.chunk_bytes) == ("staged", 4 * MIB)
 
 
@@ -235,7 +235,7 @@ def test_reasons_are_one_short_line():
     reason = decide("h200", 16384, 4 * KIB).reason
     assert reason == (
         "16384 ranges of 4 KiB: staged, 1.4 ms spread over 20 ms, decode p99 +0 %; "
-        "memcpy would need 9.4 ms of submission"
+        "memcpy would need 13 ms of submission"
     )
     shape = native.TransferShape("load", 10, 50 * KIB, 5 * KIB, 1 * KIB)
     assert native.decide(shape, PROFILES["h200"], "strict", native.Policy()).reason.startswith(
