@@ -225,7 +225,7 @@ class Model(RuleBasedStateMachine):
 def follow(told: set[tuple[int, int]], index: native.SlotIndex) -> None:
     """Applies what has changed to `told`; each change must be one."""
     for kind, group, keys in index.take_changes():
-        named = [(group, int.from_bytes(keys[i : i + 32], "big")) for i in range(0, len(keys), 32)]
+        named = [(group, int.from_bytes(keys[i + 28 : i + 32], "little")) for i in range(0, len(keys), 32)]
         if kind == "stored":
             assert told.isdisjoint(named)
             told.update(named)

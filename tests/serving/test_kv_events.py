@@ -76,13 +76,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, S
     # A short path: those of Unix sockets end at 107 characters.
     endpoint = f"ipc://{tmp_path_factory.mktemp('e') / 's'}"
     subscriber = Subscriber(endpoint)
-    made = Engine(
-        {"host_pool_gib": POOL_GIB},
-        num_gpu_blocks_override=GPU_BLOCKS,
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint),
-    )
-    yield made, subscriber
-    made.llm.llm_engine.engine_core.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # whole hashes, as the index has them
+        made = Engine(
+            {"host_pool_gib": POOL_GIB},
+            num_gpu_blocks_override=GPU_BLOCKS,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint),
+        )
+        yield made, subscriber
+        made.llm.llm_engine.engine_core.shutdown()
     subscriber.close()
 
 

@@ -18,6 +18,11 @@ from vllm_pega_connector.kv_events import KvEvents
 SIZE = 4
 
 
+@pytest.fixture(autouse=True)
+def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+
+
 def key(n: int) -> bytes:
     return n.to_bytes(32, "big")
 
