@@ -27,6 +27,10 @@ def key(n: int) -> bytes:
     return n.to_bytes(32, "big")
 
 
+def joined(*keys: int) -> bytes:
+    return b"".join(key(k) for k in keys)
+
+
 def request(*keys: int, lora: str = "") -> Any:
     return SimpleNamespace(
         block_hashes=[key(k) for k in keys],
@@ -47,7 +51,7 @@ def made(slots: int = 8) -> tuple[KvEvents, SlotIndex]:
 
 
 def store(index: SlotIndex, *keys: int) -> None:
-    index.publish(0, index.reserve(0, b"".join(key(k) for k in keys)))
+    index.publish(0, index.reserve(0, joined(*keys)))
 
 
 def stored(event: Any) -> tuple[list[bytes], bytes | None, list[int], int, str | None]:
@@ -58,27 +62,27 @@ def stored(event: Any) -> tuple[list[bytes], bytes | None, list[int], int, str |
 
 def test_one_event_for_each_stretch_of_a_prompt() -> None:
     events, index = made()
-    events.note(request(1, 2, 3), 0, [0, 1, 2])
-    events.note(request(1, 2, 5, 6), 0, [2, 3])
+    events.note(request(1, 2, 3), 0, 0, joined(1, 2, 3))
+    events.note(request(1, 2, 4, 5, 6), 0, 1, joined(5, 6))
     store(index, 1, 2, 3, 5, 6)
     first, second = events.take()
     assert stored(first) == ([key(1), key(2), key(3)], None, tokens(1, 2, 3), SIZE, None)
-    assert stored(second) == ([key(5), key(6)], key(2), tokens(5, 6), SIZE, None)
+    assert stored(second) == ([key(5), key(6)], key(4), tokens(5, 6), SIZE, None)
     assert first.kv_cache_spec_kind == "full_attention" and first.group_idx == 0
     assert events.take() == []
 
 
 def test_adapters_are_told_apart() -> None:
     events, index = made()
-    events.note(request(1), 0, [0])
-    events.note(request(1, 2, lora="french"), 0, [1])
+    events.note(request(1), 0, 0, key(1))
+    events.note(request(1, 2, lora="french"), 0, 1, key(2))
     store(index, 1, 2)
     assert [stored(e)[4] for e in events.take()] == [None, "french"]
 
 
 def test_what_no_request_offered_is_announced_by_its_hash() -> None:
     events, index = made()
-    events.note(request(1), 0, [0])
+    events.note(request(1), 0, 0, key(1))
     store(index, 8, 9, 1)
     pulled, saved = events.take()
     assert stored(pulled) == ([key(8), key(9)], None, [], 0, None)
@@ -103,7 +107,7 @@ def test_evictions_and_resets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_notes_of_saves_that_were_dropped_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_NOTES", 3)
     events, index = made()
-    events.note(request(1, 2, 3, 4), 0, [0, 1, 2, 3])
+    events.note(request(1, 2, 3, 4), 0, 0, joined(1, 2, 3, 4))
     store(index, 1, 2, 3, 4)
     forgotten, known = events.take()
     assert stored(forgotten) == ([key(1)], None, [], 0, None)
