@@ -130,6 +130,18 @@ void bind_index(nb::module_& m) {
           },
           nb::arg("slot_class"), nb::arg("pool"))
       .def("reset", &SlotIndex::reset)
+      .def(
+          "record_changes", [](SlotIndex& self, size_t limit) { self.changes().record(limit); },
+          nb::arg("limit"))
+      .def("take_changes",
+           [](SlotIndex& self) {
+             static const char* const kNames[] = {"stored", "removed", "cleared"};
+             nb::list out;
+             for (const IndexChanges::Run& run : self.changes().take())
+               out.append(nb::make_tuple(kNames[static_cast<size_t>(run.kind)], run.group,
+                                         nb::bytes(run.keys.data(), run.keys.size())));
+             return out;
+           })
       .def_prop_ro("version", &SlotIndex::version)
       .def_prop_ro("evictions", &SlotIndex::evictions)
       .def(

@@ -258,6 +258,7 @@ void SlotIndex::set_free(Class& c, uint32_t n) {
 
 void SlotIndex::forget_ready(Class& c, uint32_t n) {
   remove(n);
+  changes_.add(IndexChanges::Kind::kRemoved, nodes_[n].group, nodes_[n].key, key_bytes_);
   ++version_;
   if (nodes_[n].pins != 0) {
     nodes_[n].state = State::kReadyForgotten;
@@ -348,6 +349,11 @@ void SlotIndex::publish(uint64_t group, const uint32_t* slots, size_t n) {
     while (i-- > 0) nodes_[c.first + slots[i]].marked = false;
     throw;
   }
+  for (i = 0; changes_.on() && i < n; ++i) {
+    const Node& node = nodes_[c.first + slots[i]];
+    if (node.state == State::kReserved)
+      changes_.add(IndexChanges::Kind::kStored, node.group, node.key, key_bytes_);
+  }
   for (i = n; i-- > 0;) {  // like unpin: the head of a run becomes the most recent
     const uint32_t node = c.first + slots[i];
     nodes_[node].marked = false;
@@ -428,6 +434,7 @@ bool SlotIndex::reset() {
     }
   }
   ++version_;
+  changes_.clear();
   return std::all_of(classes_.begin(), classes_.end(),
                      [](const Class& c) { return c.counts.reserved == 0 && c.counts.pinned == 0; });
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "free_slots.h"
+#include "index_changes.h"
 #include "pool.h"  // kMaxKeyBytes
 
 namespace pega {
@@ -53,6 +54,8 @@ class SlotIndex {
   // Eviction passes over the slots of this class that carry a lease in the pool's table.
   void honour_leases(uint64_t slot_class, std::shared_ptr<const HostPool> pool);
 
+  // Off until `record` is called on it.
+  IndexChanges& changes() { return changes_; }
   uint64_t version() const { return version_; }
   uint64_t evictions() const { return evictions_; }
   Counts counts(uint64_t slot_class) const;
@@ -105,6 +108,7 @@ class SlotIndex {
   uint64_t mask_ = 0;
   uint64_t version_ = 0, evictions_ = 0;
   std::vector<uint32_t> scratch_;
+  IndexChanges changes_;
 };
 
 }  // namespace pega

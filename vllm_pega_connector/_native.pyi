@@ -326,6 +326,12 @@ class SlotIndex:
         """Eviction passes over slots with a lease in this pool's table (any rank's: leases are alike)."""
     def reset(self) -> bool:
         """Forgets every ready, unpinned key. False if something is pinned or reserved: that goes when released."""
+    def record_changes(self, limit: int) -> None:
+        """From now on keeps what `take_changes` tells, up to `limit` keys; 0 (as it begins): nothing. When they are
+        too many, one "cleared" stands for all of them."""
+    def take_changes(self) -> list[tuple[str, int, bytes]]:
+        """What can be found and what no longer can since the last call: ("stored" or "removed", group, joined keys)
+        in order, or ("cleared", 0, b"") for everything."""
     @property
     def version(self) -> int:
         """Changes whenever a match might give another answer."""

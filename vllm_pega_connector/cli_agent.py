@@ -7,6 +7,7 @@ The connector starts the agents of instances itself.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -55,6 +56,7 @@ def run(args: Any) -> int:
 
 def _run(config: MigrationConfig, once: bool) -> int:
     from ._native import HostPool, SlotIndex
+    from .guard import logger
     from .migration.share import PoolShare
     from .migration.start import advertised, start
 
@@ -63,6 +65,7 @@ def _run(config: MigrationConfig, once: bool) -> int:
     share = PoolShare.of(pool.data_fd, pool.table_fd)
     index = SlotIndex([SLOTS], [0])
     fingerprint = {"model": config.model_id or "none: an agent without an engine"}
+    logger.setLevel(logging.ERROR)  # why there is no agent is said below, once
     migration = start(config, index, 0, 0, 32, SLOTS, [(share, classes)], lambda: fingerprint)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -72,6 +75,7 @@ def _run(config: MigrationConfig, once: bool) -> int:
                 print(f"pega agent: {migration.failure or 'it does not start'}", file=sys.stderr)
                 return 1
             time.sleep(0.01)
+        logger.setLevel(logging.NOTSET)
         print(f"listening; peers reach it at {advertised(config, migration.port)}", flush=True)
         while not once:
             migration.poll()

@@ -131,6 +131,35 @@ def host_memory() -> Any:
     return CacheHitSource.HOST
 
 
+def wants_kv_events(vllm_config: Any) -> bool:
+    config = getattr(vllm_config, "kv_events_config", None)
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+def event_groups(kv_cache_config: Any) -> list[dict[str, Any]]:
+    """What a KV cache event says of each cache group beside its number."""
+    from vllm.v1 import kv_cache_interface
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
+    window = getattr(kv_cache_interface, "get_kv_cache_spec_sliding_window", None)
+    if kind is None or window is None:
+        return [{} for _ in specs]
+    return [{"kv_cache_spec_kind": kind(spec).value, "kv_cache_spec_sliding_window": window(spec)} for spec in specs]
+
+
+def make_event(event: Any, **fields: Any) -> Any:
+    """A KV cache event with those of the fields that this vLLM's has."""
+    return event(**{name: value for name, value in fields.items() if name in event.__struct_fields__})
+
+
+def event_hash(block_hash: bytes) -> Any:
+    """A block's hash as events name it: the bytes, or an integer if vLLM is told so."""
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    return maybe_convert_block_hash(block_hash)  # type: ignore[arg-type]
+
+
 def alone(connector: Any) -> bool:
     """Whether vLLM knows this connector itself, and not a MultiConnector around it (asked on the worker side)."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group

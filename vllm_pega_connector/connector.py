@@ -22,6 +22,7 @@ from vllm_pega_connector.scheduler import PegaScheduler
 from vllm_pega_connector.worker import PegaWorker
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -189,6 +190,10 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: False)
     def has_pending_block_frees(self) -> bool:
         return self._scheduler is not None and self._scheduler.make_room()
+
+    @guarded(list)
+    def take_events(self) -> list[KVCacheEvent]:
+        return self._scheduler.take_events() if self._scheduler is not None else []
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_pega_connector import compat
 from vllm_pega_connector.config import MigrationConfig, PegaConfig, RequestParams
 from vllm_pega_connector.guard import guarded, log_limited, logger, take_faults
+from vllm_pega_connector.kv_events import KvEvents
 from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata, Rank
 from vllm_pega_connector.metrics import PegaStats
 from vllm_pega_connector.migration.fingerprint import digest
@@ -24,6 +25,7 @@ from vllm_pega_connector.scheduler_saves import Saves
 from vllm_pega_connector.scheduler_state import GROUP, RequestState, Shared, computed_tokens
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -34,6 +36,8 @@ class PegaScheduler:
         groups = compat.cache_groups(kv_cache_config)
         block_size = kv_cache_config.kv_cache_groups[GROUP].kv_cache_spec.block_size
         self._shared = Shared(config, groups, block_size, compat.hash_bytes(vllm_config))
+        if compat.wants_kv_events(vllm_config):
+            self._shared.events = KvEvents(kv_cache_config, block_size, self._shared.key_bytes)
         blocks_per_step = -(-vllm_config.scheduler_config.max_num_batched_tokens // block_size) * len(groups)
         self._loads = Loads(self._shared, loads, compat.drops_last_hit_block(vllm_config))
         self._saves = Saves(self._shared, saves, kv_cache_config.num_blocks, blocks_per_step)
@@ -76,6 +80,8 @@ class PegaScheduler:
         first = next(iter(handshakes.values()))
         slots = [min(h.slots[c] for h in handshakes.values()) for c in range(len(first.slots))]
         self._shared.index = SlotIndex(slots, first.group_classes, self._shared.key_bytes)
+        if self._shared.events is not None:
+            self._shared.events.watch(self._shared.index)
         if self._migration is not None:
             self._migration.close()
         if self._config.migration is not None:
@@ -254,6 +260,9 @@ class PegaScheduler:
         held = self._saves.held
         self._saves.give_way(held)
         return held > 0
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return self._shared.events.take() if self._shared.events is not None else []
 
     def reset(self) -> bool:
         """Forgets every key. What is in flight ends, and is not published."""

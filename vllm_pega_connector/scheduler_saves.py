@@ -149,6 +149,8 @@ class Saves:
                 return
             keys, blocks = b"".join(mine[i] for i in wanted), [blocks[i] for i in wanted]
         chunk = Chunk(group, state.params.save_policy, keys, blocks, state.last_slot[group])
+        if self._shared.events is not None:
+            self._shared.events.note(state.request, group, first, keys)
         self._shared.pool.touch(blocks)
         now = chunk if len(blocks) <= self._room else chunk.split(self._room)
         if now.blocks:

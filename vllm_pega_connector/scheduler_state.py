@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
+    from vllm_pega_connector.kv_events import KvEvents
     from vllm_pega_connector.migration.hook import Ask, Migration
 
 GROUP = 0  # the one that migration knows
@@ -99,6 +100,7 @@ class Shared:
     index: Any = None  # the native SlotIndex, made when the workers' pools are known
     pool: Any = None  # vLLM's block pool
     migration: Migration | None = None
+    events: KvEvents | None = None  # if vLLM wants them
     ranks: frozenset[Rank] = frozenset()
     jobs: dict[int, Job] = field(default_factory=dict)
     next_job: int = 1

@@ -37,6 +37,12 @@ def test_a_port_in_use_is_said() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_an_address_of_another_machine_is_said() -> None:
+    done = pega('{"listen": "192.0.2.1:0", "transport": "tcp"}', "--once")
+    assert done.returncode == 1 and "name an address of this machine" in done.stderr
+    assert done.stderr.count("cannot listen on") == 1
+
+
 def test_a_missing_library_is_said(tmp_path: Path) -> None:
     """As if libibverbs were not installed: loading Mooncake fails, and the reason says what to ask."""
     package = tmp_path / "mooncake"

@@ -45,6 +45,8 @@ class Model(RuleBasedStateMachine):
         self.state: dict[tuple[int, int], list] = {}
         self.age: dict[int, list[int]] = {c: [] for c in range(len(SLOTS))}
         self.evictions = 0
+        self.index.record_changes(1 << 16)
+        self.told: set[tuple[int, int]] = set()  # what somebody believes who knows the changes alone
 
     groups = st.integers(0, len(GROUP_CLASSES) - 1)
     keys = st.lists(st.integers(0, 25), max_size=8)
@@ -216,6 +218,22 @@ class Model(RuleBasedStateMachine):
             expected = [2 if self.ready(group, k) else int((group, k) in self.where) for k in range(26)]
             assert list(self.index.contains(group, joined(range(26)))) == expected
         assert self.index.evictions == self.evictions
+        follow(self.told, self.index)
+        assert self.told == {(group, k) for group, k in self.where if self.ready(group, k)}
+
+
+def follow(told: set[tuple[int, int]], index: native.SlotIndex) -> None:
+    """Applies what has changed to `told`; each change must be one."""
+    for kind, group, keys in index.take_changes():
+        named = [(group, int.from_bytes(keys[i + 28 : i + 32], "little")) for i in range(0, len(keys), 32)]
+        if kind == "stored":
+            assert told.isdisjoint(named)
+            told.update(named)
+        elif kind == "removed":
+            assert told.issuperset(named)
+            told.difference_update(named)
+        else:
+            told.clear()
 
 
 TestModel = Model.TestCase
@@ -279,6 +297,32 @@ def test_short_keys():
     assert index.match(0, b"abcdefghi") == 2
     with pytest.raises(ValueError, match="3 bytes each"):
         index.match(0, b"abcd")
+
+
+def test_changes_are_told_in_order_and_only_when_asked_for():
+    index = filled(4, 4)
+    assert index.take_changes() == []
+    index.record_changes(100)
+    index.publish(1, index.reserve(1, joined([7, 8])))
+    assert index.take_changes() == [("removed", 0, joined([3, 2])), ("stored", 1, joined([7, 8]))]
+    assert index.take_changes() == []
+    index.reset()
+    assert index.take_changes() == [("cleared", 0, b"")]
+    index.record_changes(0)
+    index.publish(0, index.reserve(0, joined([9])))
+    assert index.take_changes() == []
+
+
+def test_changes_that_nobody_takes_are_bounded():
+    index = native.SlotIndex([64], [0])
+    index.record_changes(10)
+    for first in range(0, 60, 12):
+        index.publish(0, index.reserve(0, joined(range(first, first + 12))))
+    cleared, *rest = index.take_changes()
+    assert cleared == ("cleared", 0, b"")
+    assert [kind for kind, _, _ in rest] == ["stored"]
+    assert 0 < len(rest[0][2]) <= 10 * 32
+    assert index.match(0, rest[0][2]) == len(rest[0][2]) // 32  # too little, but nothing wrong
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 
 import zmq
 import zmq.asyncio
@@ -48,7 +49,11 @@ def bind(context: zmq.asyncio.Context, host: str, port: int, keys: Keys | None) 
         server.bind(f"tcp://{shown}:{port or '*'}")
     except zmq.ZMQError as error:
         server.close()
-        raise OSError(f"migration.listen: cannot listen on {shown}:{port}: {error}; choose a free port, or 0") from None
+        mend = "name an address of this machine" if error.errno == errno.EADDRNOTAVAIL else "choose a free port, or 0"
+        # libzmq's words, without the address that it appends
+        raise OSError(
+            f"migration.listen: cannot listen on {shown}:{port}: {zmq.strerror(error.errno or 0)}; {mend}"
+        ) from None
     endpoint: str = server.getsockopt_string(zmq.LAST_ENDPOINT)
     return server, int(endpoint.rpartition(":")[2])
 
