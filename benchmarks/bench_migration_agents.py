@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.migration.support import Instance, keys, u32
 from vllm_pega_connector.address import HostPort
 from vllm_pega_connector.migration import protocol
-from vllm_pega_connector.migration.data import DataPlane, Run, runs
+from vllm_pega_connector.migration.data import DataPlane, Descriptors
 
 PHASES = ("post", "lookup", "queue", "read", "validate")
 MAX_DESCRIPTORS = 1024  # that Mooncake takes in one call
@@ -47,9 +47,10 @@ def spin() -> None:
 class BareReader(DataPlane):
     """Mooncake alone, with its library and environment as the agents set them up."""
 
-    def read_all(self, peer: str, descriptors: list[Run]) -> None:
+    def read_all(self, peer: str, descriptors: Descriptors) -> None:
+        columns = (descriptors.local, descriptors.remote, descriptors.nbytes)
         for first in range(0, len(descriptors), MAX_DESCRIPTORS):
-            remote, local, sizes = (list(c) for c in zip(*descriptors[first : first + MAX_DESCRIPTORS], strict=True))
+            local, remote, sizes = (column[first : first + MAX_DESCRIPTORS].tolist() for column in columns)
             assert self._engine.batch_transfer_sync_read(peer, local, remote, sizes) == 0, "the bare read failed"
 
 
@@ -64,8 +65,7 @@ def measure(mib: int, slot_kib: int, rounds: int, shuffled: bool, busy: int) -> 
         source.tables[0].end(slots, keys(range(count)), slot_bytes)
         bare = BareReader("127.0.0.1", "tcp", 30.0, [(target.pools[0].address, target.pools[0].nbytes)])
         found = ask_found(source, count)
-        at = order.astype(np.int64)
-        descriptors, _ = runs(found.bases[0], target.pools[0].slot_address(0, 0), at, at, slot_bytes)
+        descriptors = Descriptors.runs(found.bases[0], target.pools[0].slot_address(0, 0), order, order, slot_bytes)
         segment = str(HostPort("127.0.0.1", found.data_port))
         spinners = [multiprocessing.Process(target=spin, daemon=True) for _ in range(busy)]
         for spinner in spinners:
