@@ -3,7 +3,7 @@
 
 Every round does both, in turns first and second, so that the ratio of a pair sees the same machine. "Bare" is
 Mooncake's `batch_transfer_sync_read` of all descriptors in one call, between two processes, into the same memory.
-Said of a pull:
+With --same-host the agents do without Mooncake; the bare read stays what it is. Said of a pull:
 
 * its wall time, from before it is posted until the engine's side has seen its end;
 * control plane: all of that but the read, which is from the first descriptors handed to Mooncake until the last have
@@ -54,10 +54,11 @@ class BareReader(DataPlane):
             assert self._engine.batch_transfer_sync_read(peer, local, remote, sizes) == 0, "the bare read failed"
 
 
-def measure(mib: int, slot_kib: int, rounds: int, shuffled: bool, busy: int) -> dict[str, Any]:
+def measure(mib: int, slot_kib: int, rounds: int, shuffled: bool, busy: int, same_host: bool) -> dict[str, Any]:
     slot_bytes, count = slot_kib << 10, (mib << 10) // slot_kib
     order = np.random.default_rng(0).permutation(count) if shuffled else np.arange(count)
-    with Instance(slots=count, slot_bytes=slot_bytes) as source, Instance(slots=count, slot_bytes=slot_bytes) as target:
+    shape: dict[str, Any] = {"slots": count, "slot_bytes": slot_bytes, "same_host": same_host}
+    with Instance(**shape) as source, Instance(**shape) as target:
         slots = u32(order)
         source.tables[0].begin(slots)
         for slot in range(count):
@@ -89,6 +90,7 @@ def measure(mib: int, slot_kib: int, rounds: int, shuffled: bool, busy: int) -> 
         for slot in range(0, count, max(1, count // 16)):
             assert bytes(target.pools[0].slot_view(0, slot)) == bytes([slot % 251]) * slot_bytes, "wrong bytes"
     return {
+        "path": "same_host" if same_host else "network",
         "mib": mib, "slot_kib": slot_kib, "shuffled": shuffled, "busy": busy, "cores": os.cpu_count(),
         "descriptors": len(descriptors), **summary(pairs, count * slot_bytes), "pairs": pairs,
     }  # fmt: skip
@@ -140,6 +142,7 @@ def one_pull(target: Instance, address: str, count: int, slots: bytes) -> dict[s
     wall = time.perf_counter() - start
     end = target.ended(pull)
     assert all(end.published), end.reason
+    assert end.path == ("same_host" if target.spec.same_host else "network")
     target.events.clear()
     phases = {f"{phase}_s": end.seconds[phase] for phase in PHASES}
     first = sum(end.seconds[phase] for phase in ("post", "lookup", "queue"))
@@ -162,10 +165,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--shuffled", action="store_true", help="no two blocks are neighbours")
     parser.add_argument("--busy", default="0", help="processes that spin meanwhile, or `cores`")
+    parser.add_argument("--same-host", action="store_true", help="the agents read each other's pools directly")
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     args = parser.parse_args()
     busy = os.cpu_count() or 1 if args.busy == "cores" else int(args.busy)
-    result = measure(args.mib, args.slot_kib, args.rounds, args.shuffled, busy)
+    result = measure(args.mib, args.slot_kib, args.rounds, args.shuffled, busy, args.same_host)
     show(result)
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")

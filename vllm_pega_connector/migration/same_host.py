@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_pega_connector._native import HostPool, PeerPool
     from vllm_pega_connector.migration.pools import Pools
 
-MEET_TIMEOUT_S = 1.0  # both are on this machine: milliseconds, unless one is frozen
+MEET_TIMEOUT_S = 2.0  # both are on this machine: milliseconds, unless one is frozen
 MAX_VISITORS = 64  # descriptors handed out and not given back
 # Two threads come close to what one socket's memory gives; more would only take it from the engine.
 COPY_THREADS = min(4, max(1, len(os.sched_getaffinity(0)) // 2))
