@@ -64,6 +64,7 @@ class Agent:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._pulls: set[asyncio.Task[None]] = set()
+        self._receiving: asyncio.Task[None] | None = None  # visitors of this machine
 
     async def run(self) -> int:
         """Until the engine goes; the exit status."""
@@ -86,9 +87,8 @@ class Agent:
         allowed = AllowedSources(spec.allow_sources)
         puller = Puller(pools, data, peers, allowed, spec.fingerprint, spec.verify, spec.same_host)
         threading.Thread(target=_serve, args=(server, listener, context), daemon=True, name="serve").start()
-        receiving = asyncio.create_task(host.run()) if host is not None else None
-        if receiving is not None:
-            receiving.add_done_callback(_say_if_broken)
+        if host is not None:
+            self._receiving = asyncio.create_task(host.run())
         self._engine.send(Ready(port, data.port))
         while True:
             for message in rest:
@@ -132,11 +132,6 @@ def _host(pools: Pools) -> Host | None:
     except OSError as error:
         logger.warning("migration: agents of this machine cannot read from here directly: %s", error)
         return None
-
-
-def _say_if_broken(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        logger.error("migration: this machine's agents are no longer received", exc_info=task.exception())
 
 
 def main() -> int:

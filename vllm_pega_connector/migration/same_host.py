@@ -58,8 +58,12 @@ class Host:
     async def run(self) -> None:
         """Runs until cancelled."""
         while True:
-            connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-            if len(self._visits) >= MAX_VISITORS or not _same_user(connection):
+            try:
+                connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError:  # out of descriptors, say
+                await asyncio.sleep(1.0)
+                continue
+            if len(self._visits) >= MAX_VISITORS:
                 connection.close()
                 continue
             visit = asyncio.create_task(self._receive(connection))
@@ -71,6 +75,8 @@ class Host:
         with connection:
             connection.setblocking(False)
             try:
+                if not _same_user(connection):
+                    return
                 ticket = await asyncio.wait_for(loop.sock_recv(connection, 64), MEET_TIMEOUT_S)
                 if not hmac.compare_digest(ticket, self.door.ticket):
                     return

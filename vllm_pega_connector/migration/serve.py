@@ -30,6 +30,7 @@ from vllm_pega_connector.migration.security import Keys, authenticate
 MAX_LEASE_S = 60.0  # a peer that died while reading holds its slots for no longer
 HANDSHAKE_MS = 3000  # a connection that says nothing is closed after this
 HEARTBEAT_MS = 5000
+MAX_SUMS = 64  # checksums asked for and not answered yet
 _SUMMED = "inproc://summed"  # answers that took a while
 
 
@@ -68,6 +69,7 @@ class Server:
         self._data_port = data_port
         self._door = door
         self._summing = ThreadPoolExecutor(2, thread_name_prefix="checksums")
+        self._sums = 0
         self.stopping = False
 
     def run(self, server: zmq.Socket[bytes], context: zmq.Context[Any]) -> None:
@@ -80,6 +82,7 @@ class Server:
         while True:
             for socket, _ in poller.poll():
                 if socket is summed:
+                    self._sums -= 1
                     server.send_multipart(summed.recv_multipart())
                 else:
                     self._take(server, context)
@@ -92,6 +95,11 @@ class Server:
             server.send_multipart([peer, *protocol.frames(Refused(0, "message", str(error)))])
             return
         if isinstance(request, Validate) and request.checksum:  # takes a while: beside this thread
+            if self._sums == MAX_SUMS:
+                busy = Refused(request.id, "busy", f"{MAX_SUMS} checksums are being made already")
+                server.send_multipart([peer, *protocol.frames(busy)])
+                return
+            self._sums += 1
             self._summing.submit(self._sum, context, peer, request)
         else:
             server.send_multipart([peer, *protocol.frames(self.answer(request))])
