@@ -9,9 +9,9 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -107,7 +107,7 @@ bool PeerPool::read(const uint32_t* theirs, HostPool& to, uint32_t slot_class, c
   const uint64_t useful = std::max<uint64_t>(1, n * slot_bytes_ / kThreadBytes);
   try {
     for (uint64_t i = 1; i < std::min<uint64_t>(threads, useful); ++i) helpers.emplace_back(work);
-  } catch (const std::system_error&) {  // no more threads: fewer will do
+  } catch (const std::exception&) {  // no more threads, or no memory for them: fewer will do
   }
   work();
   for (std::thread& helper : helpers) helper.join();

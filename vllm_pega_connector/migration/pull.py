@@ -217,6 +217,7 @@ class Puller:
             ]
         )
         self._pools.begin(request.slots[: 4 * count])
+        progress.unsafe[:count] = True  # until the read has said how far it came
         done = self._data.read(str(HostPort(peer.address.host, found.data_port)), descriptors)
         landed, started = done.landed, done.started
         arrived = ~descriptors.slots(landed, len(descriptors), count)
