@@ -3,7 +3,7 @@
 
 Every round does both, in turns first and second, so that the ratio of a pair sees the same machine. "Bare" is
 Mooncake's `batch_transfer_sync_read` of all descriptors in one call, between two processes, into the same memory.
-Said of a pull:
+With --same-host the agents do without Mooncake; the bare read stays what it is. Said of a pull:
 
 * its wall time, from before it is posted until the engine's side has seen its end;
 * control plane: all of that but the read, which is from the first descriptors handed to Mooncake until the last have
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.migration.support import Instance, keys, u32
 from vllm_pega_connector.address import HostPort
 from vllm_pega_connector.migration import protocol
-from vllm_pega_connector.migration.data import DataPlane, Run, runs
+from vllm_pega_connector.migration.data import DataPlane, Descriptors
 
 PHASES = ("post", "lookup", "queue", "read", "validate")
 MAX_DESCRIPTORS = 1024  # that Mooncake takes in one call
@@ -47,16 +47,18 @@ def spin() -> None:
 class BareReader(DataPlane):
     """Mooncake alone, with its library and environment as the agents set them up."""
 
-    def read_all(self, peer: str, descriptors: list[Run]) -> None:
+    def read_all(self, peer: str, descriptors: Descriptors) -> None:
+        columns = (descriptors.local, descriptors.remote, descriptors.nbytes)
         for first in range(0, len(descriptors), MAX_DESCRIPTORS):
-            remote, local, sizes = (list(c) for c in zip(*descriptors[first : first + MAX_DESCRIPTORS], strict=True))
+            local, remote, sizes = (column[first : first + MAX_DESCRIPTORS].tolist() for column in columns)
             assert self._engine.batch_transfer_sync_read(peer, local, remote, sizes) == 0, "the bare read failed"
 
 
-def measure(mib: int, slot_kib: int, rounds: int, shuffled: bool, busy: int) -> dict[str, Any]:
+def measure(mib: int, slot_kib: int, rounds: int, shuffled: bool, busy: int, same_host: bool) -> dict[str, Any]:
     slot_bytes, count = slot_kib << 10, (mib << 10) // slot_kib
     order = np.random.default_rng(0).permutation(count) if shuffled else np.arange(count)
-    with Instance(slots=count, slot_bytes=slot_bytes) as source, Instance(slots=count, slot_bytes=slot_bytes) as target:
+    shape: dict[str, Any] = {"slots": count, "slot_bytes": slot_bytes, "same_host": same_host}
+    with Instance(**shape) as source, Instance(**shape) as target:
         slots = u32(order)
         source.tables[0].begin(slots)
         for slot in range(count):
@@ -64,8 +66,7 @@ def measure(mib: int, slot_kib: int, rounds: int, shuffled: bool, busy: int) -> 
         source.tables[0].end(slots, keys(range(count)), slot_bytes)
         bare = BareReader("127.0.0.1", "tcp", 30.0, [(target.pools[0].address, target.pools[0].nbytes)])
         found = ask_found(source, count)
-        at = order.astype(np.int64)
-        descriptors, _ = runs(found.bases[0], target.pools[0].slot_address(0, 0), at, at, slot_bytes)
+        descriptors = Descriptors.runs(found.bases[0], target.pools[0].slot_address(0, 0), order, order, slot_bytes)
         segment = str(HostPort("127.0.0.1", found.data_port))
         spinners = [multiprocessing.Process(target=spin, daemon=True) for _ in range(busy)]
         for spinner in spinners:
@@ -89,6 +90,7 @@ def measure(mib: int, slot_kib: int, rounds: int, shuffled: bool, busy: int) -> 
         for slot in range(0, count, max(1, count // 16)):
             assert bytes(target.pools[0].slot_view(0, slot)) == bytes([slot % 251]) * slot_bytes, "wrong bytes"
     return {
+        "path": "same_host" if same_host else "network",
         "mib": mib, "slot_kib": slot_kib, "shuffled": shuffled, "busy": busy, "cores": os.cpu_count(),
         "descriptors": len(descriptors), **summary(pairs, count * slot_bytes), "pairs": pairs,
     }  # fmt: skip
@@ -140,6 +142,7 @@ def one_pull(target: Instance, address: str, count: int, slots: bytes) -> dict[s
     wall = time.perf_counter() - start
     end = target.ended(pull)
     assert all(end.published), end.reason
+    assert end.path == ("same_host" if target.spec.same_host else "network")
     target.events.clear()
     phases = {f"{phase}_s": end.seconds[phase] for phase in PHASES}
     first = sum(end.seconds[phase] for phase in ("post", "lookup", "queue"))
@@ -162,10 +165,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--shuffled", action="store_true", help="no two blocks are neighbours")
     parser.add_argument("--busy", default="0", help="processes that spin meanwhile, or `cores`")
+    parser.add_argument("--same-host", action="store_true", help="the agents read each other's pools directly")
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     args = parser.parse_args()
     busy = os.cpu_count() or 1 if args.busy == "cores" else int(args.busy)
-    result = measure(args.mib, args.slot_kib, args.rounds, args.shuffled, busy)
+    result = measure(args.mib, args.slot_kib, args.rounds, args.shuffled, busy, args.same_host)
     show(result)
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")

@@ -5,7 +5,8 @@
     python benchmarks/migration_goals.py --model tiny --tokens 1024 2048 --streams 0 2 --rounds 2 --stall 3 --quick
 
 agents   Pulls of 256 MiB by two agents against a bare Mooncake read of the same slots; then 200 pulls while as many
-         processes spin as there are cores (benchmarks/bench_migration_agents.py says what is measured).
+         processes spin as there are cores (benchmarks/bench_migration_agents.py says what is measured). By Mooncake,
+         then directly from pool to pool.
 stall    A pull of the first of --tokens while the source's main thread holds the GIL, and one from an idle source, in
          turns; then while the target's does. "pull" is the agents' time, from the engine's post until the last block is
          published; TTFT is the target's. The target cannot give a token while it is stalled itself.
@@ -58,8 +59,9 @@ class Report:
 def agents(report: Report, quick: bool) -> None:
     cores = os.cpu_count() or 1
     mib, rounds, many = (64, 5, 20) if quick else (256, 30, 200)
-    for slot_kib, shuffled, busy, n in ((512, False, 0, rounds), (2304, True, 0, rounds), (512, True, cores, many)):
-        result = measure(mib, slot_kib, n, shuffled, busy)
+    cases = ((512, False, 0, rounds), (2304, True, 0, rounds), (512, True, cores, many))
+    for same_host, (slot_kib, shuffled, busy, n) in itertools.product((False, True), cases):
+        result = measure(mib, slot_kib, n, shuffled, busy, same_host)
         show(result)
         report.result["agents"].append(result)
         report.write()

@@ -18,7 +18,7 @@ namespace nb = nanobind;
 namespace pega {
 
 void bind_memory(nb::module_& m);      // Segment, GroupLayout, HostPool, plan
-void bind_slot_table(nb::module_& m);  // SlotTable; needs HostPool to be bound
+void bind_slot_table(nb::module_& m);  // SlotTable, PeerPool; needs HostPool to be bound
 void bind_index(nb::module_& m);       // SlotIndex; needs SlotTable to be bound
 void bind_policy(nb::module_& m);      // Policy, TransferShape, TransferDecision, DeviceProfile, decide
 void bind_engine(nb::module_& m);      // Device, HostDevice, SimDevice, JobResult, TransferEngine

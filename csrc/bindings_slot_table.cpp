@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// What the migration agent has of native code: the slot table of its pool, and the pools of its neighbours.
 #include <nanobind/stl/shared_ptr.h>
 
 #include <cstring>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "peer_pool.h"
 #include "slot_table.h"
 
 namespace pega {
@@ -51,8 +53,11 @@ void bind_slot_table(nb::module_& m) {
             const size_t n = count_keys(keys, t.key_bytes());
             std::vector<uint32_t> slots(n);
             std::vector<uint64_t> generations(n);
-            const size_t found =
-                t.find(static_cast<const uint8_t*>(keys.data()), n, slots.data(), generations.data());
+            size_t found;
+            {
+              nb::gil_scoped_release release;  // a large table takes a while to look through
+              found = t.find(static_cast<const uint8_t*>(keys.data()), n, slots.data(), generations.data());
+            }
             return nb::make_tuple(as_bytes(slots, found), as_bytes(generations, found));
           },
           nb::arg("joined"))
@@ -124,6 +129,21 @@ void bind_slot_table(nb::module_& m) {
             t.distrust(s.data(), s.size());
           },
           nb::arg("slots"));
+
+  nb::class_<PeerPool>(m, "PeerPool")
+      .def(nb::init<int, uint64_t, uint64_t, uint64_t>(), nb::arg("fd"), nb::arg("offset"),
+           nb::arg("slot_bytes"), nb::arg("slots"))
+      .def(
+          "read",
+          [](const PeerPool& p, nb::handle theirs, const PoolHandle& to, uint32_t slot_class, nb::handle ours,
+             unsigned threads) {
+            const auto from = numbers<uint32_t>(theirs, "slots"), into = numbers<uint32_t>(ours, "slots");
+            same_count("slots of ours", into.size(), from.size());
+            const std::shared_ptr<HostPool> pool = to.get();
+            nb::gil_scoped_release release;
+            return p.read(from.data(), *pool, slot_class, into.data(), from.size(), threads);
+          },
+          nb::arg("theirs"), nb::arg("to"), nb::arg("slot_class"), nb::arg("ours"), nb::arg("threads"));
 }
 
 }  // namespace pega

@@ -64,6 +64,7 @@ void SlotTable::refresh() {
 }
 
 size_t SlotTable::find(const uint8_t* keys, size_t n, uint32_t* slots, uint64_t* generations) {
+  const std::lock_guard<std::mutex> lock(finding_);
   bool fresh = false;
   for (size_t i = 0; i < n; ++i) {
     while (!located(keys + i * key_bytes_, &slots[i], &generations[i])) {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <unordered_map>
 #include <vector>
 
@@ -24,7 +25,8 @@ class SlotTable {
   uint64_t slots() const { return pool_->classes()[slot_class_].slots; }
 
   // The longest run of `keys` that slots hold: its length, and slot and generation of each. Reads what has
-  // changed in the table only when a key is not where it was last seen.
+  // changed in the table only when a key is not where it was last seen. Any thread may call it; the other
+  // calls touch nothing but the shared table.
   size_t find(const uint8_t* keys, size_t n, uint32_t* slots, uint64_t* generations);
   // Whether every slot still holds what it held under that generation; `out`: one byte a slot. To be called
   // after the bytes were read.
@@ -57,6 +59,7 @@ class SlotTable {
   const std::shared_ptr<HostPool> pool_;
   const uint32_t slot_class_;
   const uint32_t key_bytes_;
+  std::mutex finding_;  // guards what follows
   // Where a key was last seen, by its first eight bytes: keys are hashes, and what is found is compared
   // whole.
   std::unordered_map<uint64_t, uint32_t> where_;

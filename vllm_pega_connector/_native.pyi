@@ -80,6 +80,16 @@ class SlotTable:
     def distrust(self, slots: Buffer) -> None:
         """Nor what they will be given, until `forget`."""
 
+class PeerPool:
+    """One slot class of a pool of another instance on this machine, by its data file, which is duplicated.
+
+    ValueError unless it is a sealed memory file that holds all slots.
+    """
+    def __init__(self, fd: int, offset: int, slot_bytes: int, slots: int) -> None: ...
+    def read(self, theirs: Buffer, to: HostPool, slot_class: int, ours: Buffer, threads: int) -> bool:
+        """Copies slots (uint32, as bytes) into ours, without the GIL. False: not all could be read. Whether they may be
+        believed is for the other side to say, afterwards."""
+
 class Policy:
     """backend: auto|memcpy|kernel|chunked|staged; 0 (spread_us: -1) = unset: the device profile decides."""
 

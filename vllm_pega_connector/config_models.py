@@ -182,6 +182,11 @@ class MigrationConfig(SettingsModel):
         title="what Mooncake uses; `auto` takes RDMA where there is a device, else TCP",
         description="auto, tcp, rdma or nvlink",
     )
+    same_host: Literal["auto", "off"] = Field(
+        default="auto",
+        title="instances of one machine and user read each other's pools directly; `off`: by Mooncake, like others",
+        description="auto or off",
+    )
     verify: bool = Field(
         default=False, title="compare checksums (CRC-32) of every block on both sides", description="true or false"
     )

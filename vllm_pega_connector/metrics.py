@@ -18,8 +18,8 @@ from vllm_pega_connector.migration.hook import MigrationStats
 DIRECTIONS = ("load", "save")
 # Kinds of data, by how two reports of them become one.
 _LISTS = ("transfers", "migrations", "migration_seconds")
-_COUNTS = ("drops", "failures", "blocks")
-_SUMS = ("evictions", "migration_bytes", "ignored_params", "faults")
+_COUNTS = ("drops", "failures", "blocks", "migration_bytes")
+_SUMS = ("evictions", "ignored_params", "faults")
 _LATEST = ("pool", "info")
 
 
@@ -30,7 +30,8 @@ class PegaStats(KVConnectorStats):
     transfers: [direction, backend, status, bytes, ranges, queue seconds, transfer seconds] per job that ended on a
     rank. blocks: by direction, once whatever the number of ranks. drops (blocks), failures (loads): by reason.
     pool: slots by state, now. evictions: slots. ignored_params: keys of requests. faults: exceptions answered.
-    migrations: [result, reason, count] of pulls that ended; migration_seconds: [phase, seconds]; migration_bytes.
+    migrations: [result, reason, count] of pulls that ended; migration_seconds: [path, phase, seconds];
+    migration_bytes: by path.
     info: what the worker decides by; told once.
     """
 
@@ -55,8 +56,8 @@ class PegaStats(KVConnectorStats):
 
     def add_migrations(self, stats: MigrationStats) -> None:
         self.data["migrations"] += [[result, reason, n] for (result, reason), n in stats.ended.items()]
-        self.data["migration_seconds"] += [[phase, seconds] for phase, seconds in stats.seconds]
-        self.data["migration_bytes"] += stats.nbytes
+        self.data["migration_seconds"] += [list(entry) for entry in stats.seconds]
+        self.data["migration_bytes"] = dict(Counts(self.data["migration_bytes"]) + stats.nbytes)
 
     def aggregate(self, other: KVConnectorStats) -> PegaStats:
         self._add(other)
@@ -97,8 +98,8 @@ class PegaStats(KVConnectorStats):
         for result, reason, count in self.data["migrations"]:
             name = f"pulls {result} ({reason})" if reason else f"pulls {result}"
             line[name] = line.get(name, 0) + count
-        if self.data["migration_bytes"]:
-            line["migrated GiB"] = round(self.data["migration_bytes"] / 2**30, 3)
+        for path, nbytes in self.data["migration_bytes"].items():
+            line[f"migrated GiB ({path})"] = round(nbytes / 2**30, 3)
         for kind, words in (("evictions", "evictions"), ("ignored_params", "request parameters ignored"),
                             ("faults", "internal faults")):  # fmt: skip
             if self.data[kind]:

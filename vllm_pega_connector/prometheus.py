@@ -52,8 +52,9 @@ METRICS = (
     Metric("counter", "ignored_request_params_total", (), "Wrong keys of kv_transfer_params, ignored", ((),)),
     Metric("counter", "faults_total", (), "Exceptions of the connector that serving was shielded from: bugs", ((),)),
     Metric("counter", "migrations_total", ("result", "reason"), "Pulls from other instances that ended"),
-    Metric("counter", "migration_bytes_total", (), "Bytes pulled from other instances", ((),)),
-    Metric("histogram", "migration_seconds", ("phase",), "Pulls by phase, seconds"),
+    Metric("counter", "migration_bytes_total", ("path",), "Bytes pulled from other instances",
+           (("network",), ("same_host",))),
+    Metric("histogram", "migration_seconds", ("path", "phase"), "Pulls by phase, seconds"),
     Metric("gauge", "info", _INFO, "1; what transfers are decided by"),
 )  # fmt: skip
 
@@ -102,16 +103,17 @@ class PegaPromMetrics(KVConnectorPromMetrics):
                 self._of("transfer_seconds", engine, direction, backend).observe(transfer_s)
                 self._of("queue_seconds", engine, direction, backend).observe(queue_s)
         for kind, name in (("blocks", "transfer_blocks_total"), ("drops", "saves_dropped_total"),
-                           ("failures", "load_failures_total")):  # fmt: skip
+                           ("failures", "load_failures_total"),
+                           ("migration_bytes", "migration_bytes_total")):  # fmt: skip
             for label, count in data[kind].items():
                 self._of(name, engine, label).inc(count)
         for state, count in data["pool"].items():
             self._of("pool_slots", engine, state).set(count)
         for result, reason, count in data["migrations"]:
             self._of("migrations_total", engine, result, reason).inc(count)
-        for phase, seconds in data["migration_seconds"]:
-            self._of("migration_seconds", engine, phase).observe(seconds)
-        for kind in ("evictions", "ignored_params", "faults", "migration_bytes"):
+        for path, phase, seconds in data["migration_seconds"]:
+            self._of("migration_seconds", engine, path, phase).observe(seconds)
+        for kind in ("evictions", "ignored_params", "faults"):
             if data[kind]:
                 name = "ignored_request_params_total" if kind == "ignored_params" else f"{kind}_total"
                 self._of(name, engine).inc(data[kind])

@@ -48,7 +48,7 @@ class Instance:
         defaults = dict(
             pools=shared, slot_class=0, key_bytes=32, slots=slots, fingerprint=FINGERPRINT, listen_host=host,
             listen_port=0, data_host=host, allow_sources=["127.0.0.0/8", "::1"], token=None, transport="tcp",
-            timeout_s=5.0, verify=False,
+            timeout_s=5.0, verify=False, same_host=False,
         )  # fmt: skip
         self.spec = Spec(**{**defaults, **spec})
         self.client = AgentClient(lambda: self.spec, [fd for p in shared for fd in (p.data_fd, p.table_fd)])

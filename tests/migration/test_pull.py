@@ -91,12 +91,12 @@ def test_checksums(pair: tuple[Instance, Instance]) -> None:
 
 
 def test_batches_keep_order_and_both_bounds() -> None:
-    small = [(i, i, 4096) for i in range(2 * BATCH_DESCRIPTORS + 1)]
-    assert [len(b) for b in batches(small)] == [BATCH_DESCRIPTORS, BATCH_DESCRIPTORS, 1]
-    large = [(i, i, size) for i, size in enumerate((BATCH_BYTES + 1, BATCH_BYTES // 2, BATCH_BYTES // 2, 1))]
-    assert [len(b) for b in batches(large)] == [1, 2, 1]
-    for descriptors in ([], small, large):
-        assert [d for b in batches(descriptors) for d in b] == descriptors
+    small = np.full(2 * BATCH_DESCRIPTORS + 1, 4096)
+    n = BATCH_DESCRIPTORS
+    assert list(batches(small)) == [(0, n), (n, 2 * n), (2 * n, 2 * n + 1)]
+    large = np.array([BATCH_BYTES + 1, BATCH_BYTES // 2, BATCH_BYTES // 2, 1])
+    assert list(batches(large)) == [(0, 1), (1, 3), (3, 4)]
+    assert list(batches(np.array([], np.int64))) == []
     assert BATCH_DESCRIPTORS * BATCHES_IN_FLIGHT <= 1024  # what Mooncake takes of a peer
 
 

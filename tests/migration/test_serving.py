@@ -6,13 +6,14 @@ from __future__ import annotations
 import statistics
 import time
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("mooncake.engine")
 
 from tests.migration.instance import VllmInstance
-from tests.migration.vllm_pair import migrated, prompt, results
+from tests.migration.vllm_pair import PATHS, migrated, next_agent, prompt, results
 from tests.serving.engine import BLOCK, Ask, Engine, references
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
@@ -26,6 +27,22 @@ def test_what_one_instance_computed_is_a_hit_on_the_other(source: VllmInstance, 
     # The running request moves: prompt and what was generated so far, and where it was.
     assert migrated(target, params["source"], tokens + first["tokens"]) == 239 // BLOCK * BLOCK
     assert results(target) == [("done", "")]
+
+
+def test_by_mooncake_where_pools_are_not_read_directly(
+    source: VllmInstance, target: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = target.connector._scheduler._migration._client
+    spec = client._spec
+    for same_host, path in ((False, "network"), (True, "same_host")):
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "_spec", lambda on=same_host: msgspec.structs.replace(spec(), same_host=on))
+            next_agent(target)
+            tokens = prompt(60 + same_host, 200)
+            address = source.ask("run", tokens, 2)["params"]["pega"]["source"]
+            PATHS.clear()
+            assert migrated(target, address, tokens) == 200 // BLOCK * BLOCK
+        assert results(target) == [("done", "")] and {path} == PATHS
 
 
 def test_the_same_request_twice_and_two_at_once(source: VllmInstance, target: Engine) -> None:

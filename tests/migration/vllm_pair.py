@@ -17,6 +17,7 @@ from tests.serving.engine import BLOCK, Ask, Engine, references
 BLOCK_BYTES = 3 * 2 * 32 * 2 * 4 * BLOCK  # layers x KV heads x head size x (K, V) x float32 x tokens
 MIGRATION = {"listen": "127.0.0.1:0", "transport": "tcp", "timeout_s": 8, "model_id": "tiny"}
 ENDED: list[tuple[str, str]] = []
+PATHS: set[str] = set()  # by which blocks came
 OPTIONS = {"num_gpu_blocks_override": 96, "max_num_batched_tokens": 256}
 
 
@@ -83,6 +84,7 @@ def started_target(source: VllmInstance) -> Iterator[Engine]:
     def keep() -> Any:  # vLLM takes the statistics in every step
         stats = take()
         ENDED.extend(stats.ended.elements())
+        PATHS.update(stats.nbytes)
         return stats
 
     migration.take_stats = keep

@@ -54,6 +54,7 @@ def test_defaults_are_the_documented_ones():
         "auth_token_file": None,
         "model_id": None,
         "transport": "auto",
+        "same_host": "auto",
         "verify": False,
     }
 
@@ -171,6 +172,7 @@ def test_fields_of_a_policy(field, value, allowed):
         ({**LISTEN, "auth_token_file": ""}, "migration.auth_token_file", "path"),
         ({**LISTEN, "model_id": 3}, "migration.model_id", "string"),
         ({**LISTEN, "transport": "ib"}, "migration.transport", "auto, tcp, rdma or nvlink"),
+        ({**LISTEN, "same_host": True}, "migration.same_host", "auto or off"),
         ({**LISTEN, "verify": "no"}, "migration.verify", "true or false"),
         ({**LISTEN, "peer": []}, "migration.peer", "did you mean peers?"),
     ],

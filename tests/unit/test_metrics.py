@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter as Counts
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,14 +91,14 @@ def test_the_line_says_who_carried_what_and_what_went_wrong() -> None:
                  ignored_params=2, evictions=5)  # fmt: skip
     for changes in ({"backend": "memcpy"}, {"backend": "staged"}, {"backend": "staged", "status": "failed"}):
         made.add_transfer(result(**{"bytes": 2**29, "transfer_s": 0.25, **changes}))
-    pulls = MigrationStats(nbytes=2**30)
+    pulls = MigrationStats(nbytes=Counts(network=2**30))
     pulls.ended["failed", "refused"] += 2
     made.add_migrations(pulls)
     line = made.reduce()
     assert (line["saves by memcpy"], line["saves by staged"], line["save blocks"]) == (1, 1, 16)
     assert (line["save GiB"], line["save GiB/s"], line["save longest ms"]) == (1.0, 2.0, 251.0)
     assert (line["pool used %"], line["blocks not saved (pool_full)"], line["loads failed (timeout)"]) == (75.0, 3, 1)
-    assert (line["pulls failed (refused)"], line["migrated GiB"]) == (2, 1.0)
+    assert (line["pulls failed (refused)"], line["migrated GiB (network)"]) == (2, 1.0)
     assert (line["request parameters ignored"], line["evictions"]) == (2, 5)
     assert "loads by memcpy" not in line
 
@@ -119,8 +120,8 @@ def test_each_engine_counts_by_itself(page: Page) -> None:
 
 def test_every_metric_is_shown_once_there_is_something(page: Page) -> None:
     made = stats(blocks={"load": 1}, drops={"pool_full": 1}, failures={"timeout": 1}, pool={"free": 1}, evictions=1,
-                 ignored_params=1, faults=1, migrations=[["done", "", 1]], migration_seconds=[["read", 0.1]],
-                 migration_bytes=1, info=dict.fromkeys(METRICS[-1].labels, "x"))  # fmt: skip
+                 ignored_params=1, faults=1, migrations=[["done", "", 1]], migration_seconds=[["network", "read", 0.1]],
+                 migration_bytes={"network": 1}, info=dict.fromkeys(METRICS[-1].labels, "x"))  # fmt: skip
     made.add_transfer(result())
     page.metrics.observe(made.data, 0)
     assert guard.faults == 0

@@ -11,8 +11,10 @@ import logging
 import os
 import socket
 import sys
+import threading
+from typing import Any
 
-import zmq.asyncio
+import zmq
 
 from vllm_pega_connector.migration import protocol
 from vllm_pega_connector.migration.data import DataPlane, DataPlaneError
@@ -20,6 +22,7 @@ from vllm_pega_connector.migration.peer import Peers
 from vllm_pega_connector.migration.pools import Pools
 from vllm_pega_connector.migration.protocol import Ended, Failed, ProtocolError, Pull, Ready, Spec, Stop
 from vllm_pega_connector.migration.pull import Puller
+from vllm_pega_connector.migration.same_host import Host
 from vllm_pega_connector.migration.security import AllowedSources, Keys
 from vllm_pega_connector.migration.serve import Server, bind
 
@@ -61,12 +64,13 @@ class Agent:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._pulls: set[asyncio.Task[None]] = set()
+        self._receiving: asyncio.Task[None] | None = None  # visitors of this machine
 
     async def run(self) -> int:
         """Until the engine goes; the exit status."""
         spec, *rest = await self._engine.receive()
         assert isinstance(spec, Spec), "the first frame is the Spec"
-        context = zmq.asyncio.Context()
+        context: zmq.Context[Any] = zmq.Context()
         try:
             keys = Keys.derive(spec.token) if spec.token is not None else None
             pools = Pools(spec)
@@ -77,11 +81,14 @@ class Agent:
             self._engine.send(Failed(str(error)))
             await self._engine.flush()
             return 1
-        server = Server(pools, spec.fingerprint, data.port)
+        host = _host(pools) if spec.same_host else None
+        server = Server(pools, spec.fingerprint, data.port, host.door if host is not None else None)
         peers = Peers(context, keys)
-        puller = Puller(pools, data, peers, AllowedSources(spec.allow_sources), spec.fingerprint, spec.verify)
-        serving = asyncio.create_task(server.run(listener, context, keys))
-        serving.add_done_callback(_end_if_broken)
+        allowed = AllowedSources(spec.allow_sources)
+        puller = Puller(pools, data, peers, allowed, spec.fingerprint, spec.verify, spec.same_host)
+        threading.Thread(target=_serve, args=(server, listener, context), daemon=True, name="serve").start()
+        if host is not None:
+            self._receiving = asyncio.create_task(host.run())
         self._engine.send(Ready(port, data.port))
         while True:
             for message in rest:
@@ -110,11 +117,21 @@ class Agent:
         self._engine.send(await puller.pull(pull))
 
 
-def _end_if_broken(task: asyncio.Task[None]) -> None:
+def _serve(server: Server, listener: zmq.Socket[bytes], context: zmq.Context[Any]) -> None:
     """An agent that no longer serves must not look alive: its engine starts another."""
-    if not task.cancelled() and task.exception() is not None:
-        logger.error("migration: the agent stops serving", exc_info=task.exception())
+    try:
+        server.run(listener, context)
+    except BaseException:
+        logger.exception("migration: the agent stops serving")
         os._exit(1)
+
+
+def _host(pools: Pools) -> Host | None:
+    try:
+        return Host(pools)
+    except OSError as error:
+        logger.warning("migration: agents of this machine cannot read from here directly: %s", error)
+        return None
 
 
 def main() -> int:

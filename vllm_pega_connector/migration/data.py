@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -31,29 +31,54 @@ class DataPlaneError(RuntimeError):
     """Mooncake cannot be used here; says how to mend it."""
 
 
-Run = tuple[int, int, int]  # remote address, local address, bytes
+@dataclass(frozen=True)
+class Descriptors:
+    """What is to be read, one column each (int64): from where, to where, how much, and which of the slots, counted
+    within the pull, each covers: from `first` on, up to `last`."""
 
+    remote: np.ndarray
+    local: np.ndarray
+    nbytes: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
 
-def runs(
-    remote_base: int, local_base: int, remote_slots: np.ndarray, local_slots: np.ndarray, slot_bytes: int
-) -> tuple[list[Run], list[range]]:
-    """Runs of slots that are neighbours on both sides, as descriptors, and which of the slots each one covers.
+    def __len__(self) -> int:
+        return len(self.nbytes)
 
-    A run is cut at slot boundaries so that no descriptor is above DESCRIPTOR_BYTES, unless one slot is.
-    """
-    count = len(remote_slots)
-    longest = max(1, DESCRIPTOR_BYTES // slot_bytes)
-    out: list[Run] = []
-    covers: list[range] = []
-    breaks = np.flatnonzero((np.diff(remote_slots) != 1) | (np.diff(local_slots) != 1)) + 1
-    for begin, end in itertools.pairwise([0, *breaks.tolist(), count] if count else [0]):
-        for at in range(begin, end, longest):
-            n = min(longest, end - at)
-            remote = remote_base + int(remote_slots[at]) * slot_bytes
-            local = local_base + int(local_slots[at]) * slot_bytes
-            out.append((remote, local, n * slot_bytes))
-            covers.append(range(at, at + n))
-    return out, covers
+    @classmethod
+    def runs(
+        cls, remote_base: int, local_base: int, remote_slots: np.ndarray, local_slots: np.ndarray, slot_bytes: int
+    ) -> Descriptors:
+        """One for each run of slots that are neighbours on both sides, cut at slot boundaries so that none is above
+        DESCRIPTOR_BYTES, unless one slot is."""
+        remote_slots, local_slots = remote_slots.astype(np.int64), local_slots.astype(np.int64)
+        count = len(remote_slots)
+        at = np.arange(count)
+        broken = np.ones(count, bool)
+        broken[1:] = (np.diff(remote_slots) != 1) | (np.diff(local_slots) != 1)
+        run_start = np.maximum.accumulate(np.where(broken, at, 0))
+        first = np.flatnonzero((at - run_start) % max(1, DESCRIPTOR_BYTES // slot_bytes) == 0)
+        last = np.append(first[1:], count) if count else first
+        return cls(
+            remote_base + remote_slots[first] * slot_bytes,
+            local_base + local_slots[first] * slot_bytes,
+            (last - first) * slot_bytes,
+            first,
+            last,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Descriptors]) -> Descriptors:
+        columns = (f.name for f in fields(cls))
+        return cls(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
+
+    def slots(self, begin: int, end: int, count: int) -> np.ndarray:
+        """Which of `count` slots the descriptors from `begin` up to `end` cover, as a mask."""
+        edges = np.zeros(count + 1, np.int64)
+        np.add.at(edges, self.first[begin:end], 1)
+        np.add.at(edges, self.last[begin:end], -1)
+        covered: np.ndarray = np.cumsum(edges)[:count] > 0
+        return covered
 
 
 @dataclass(frozen=True)
@@ -71,16 +96,17 @@ class Reading:
         return max((b - a for a, b in itertools.pairwise(self.handed)), default=0.0)
 
 
-def batches(descriptors: Sequence[Run]) -> Iterator[Sequence[Run]]:
-    """In order; each within BATCH_DESCRIPTORS, and within BATCH_BYTES unless one descriptor is larger."""
-    begin = nbytes = 0
-    for at, (_, _, size) in enumerate(descriptors):
-        if at > begin and (at - begin == BATCH_DESCRIPTORS or nbytes + size > BATCH_BYTES):
-            yield descriptors[begin:at]
-            begin, nbytes = at, 0
-        nbytes += size
-    if begin < len(descriptors):
-        yield descriptors[begin:]
+def batches(nbytes: np.ndarray) -> Iterator[tuple[int, int]]:
+    """(begin, end) of batches of descriptors, in order; each within BATCH_DESCRIPTORS, and within BATCH_BYTES unless
+    one descriptor is larger."""
+    until = np.cumsum(nbytes)
+    begin = 0
+    while begin < len(nbytes):
+        before = until[begin] - nbytes[begin]
+        fitting = int(np.searchsorted(until, before + BATCH_BYTES, side="right"))
+        end = min(max(fitting, begin + 1), begin + BATCH_DESCRIPTORS, len(nbytes))
+        yield begin, end
+        begin = end
 
 
 def _environment(transport: str, timeout_s: float, host: str) -> dict[str, str]:
@@ -144,23 +170,26 @@ class DataPlane:
                     "`ulimit -l`, or set migration.transport to tcp"
                 )
 
-    def read(self, peer: str, descriptors: Sequence[Run]) -> Reading:
+    def read(self, peer: str, descriptors: Descriptors) -> Reading:
         """Reads all of it from the engine at `peer` ("host:port")."""
-        left = batches(descriptors)
+        left = batches(descriptors.nbytes)
+        remote, local, sizes = (c.tolist() for c in (descriptors.remote, descriptors.local, descriptors.nbytes))
         handed: list[float] = []
         flying: deque[tuple[int, int]] = deque()  # (Mooncake's batch id, descriptors)
         landed = started = 0
         good = True
         while True:
             while good and len(flying) < BATCHES_IN_FLIGHT and (batch := next(left, None)) is not None:
-                remote, local, sizes = (list(column) for column in zip(*batch, strict=True))
-                ticket = self._engine.batch_transfer_async_read(peer, local, remote, sizes)
+                begin, end = batch
+                ticket = self._engine.batch_transfer_async_read(
+                    peer, local[begin:end], remote[begin:end], sizes[begin:end]
+                )
                 if ticket == 0:  # nothing was begun; asking for its status would end the process
                     good = False
                     break
                 handed.append(time.monotonic())
-                started += len(batch)
-                flying.append((ticket, len(batch)))
+                started = end
+                flying.append((ticket, end - begin))
             if not flying:
                 return Reading(landed, started, tuple(handed))
             ticket, count = flying.popleft()

@@ -49,11 +49,11 @@ class Ask:
 
 @dataclass
 class MigrationStats:
-    """Since the last report: pulls by (result, reason), bytes, and seconds by phase."""
+    """Since the last report: pulls by (result, reason), bytes by path, and seconds as (path, phase, seconds)."""
 
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)
-    nbytes: int = 0
-    seconds: list[tuple[str, float]] = field(default_factory=list)
+    nbytes: Counter[str] = field(default_factory=Counter)
+    seconds: list[tuple[str, str, float]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.ended or self.nbytes or self.seconds)
@@ -192,8 +192,9 @@ class Migration:
         self._hold(slots[unsafe].tobytes())
         result = "done" if published.all() else "partial" if published.any() else "failed"
         self.stats.ended[result, event.reason.split(":", 1)[0]] += 1
-        self.stats.nbytes += event.nbytes
-        self.stats.seconds += event.seconds.items()
+        if event.path:
+            self.stats.nbytes[event.path] += event.nbytes
+        self.stats.seconds += [(event.path or "none", phase, seconds) for phase, seconds in event.seconds.items()]
         if event.reason and not event.reason.startswith(("not_found", "partly")):
             log_limited("pull", "PegaConnector: blocks are computed instead of migrated: %s", event.reason)
 

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A source as the pulling agent sees it: one control connection, one reading thread, and how long to leave it alone."""
+"""A source as the pulling agent sees it: its connections, two threads, and how long to leave it alone."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+import logging
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from vllm_pega_connector.address import HostPort
 from vllm_pega_connector.migration import protocol
-from vllm_pega_connector.migration.protocol import ProtocolError, Refused, Reply, Request
+from vllm_pega_connector.migration.protocol import Door, ProtocolError, Refused, Reply, Request
+from vllm_pega_connector.migration.same_host import Neighbour
 from vllm_pega_connector.migration.security import Keys
+
+logger = logging.getLogger("vllm.pega")
 
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0  # an agent answers within milliseconds, a loaded one within tens of them
@@ -31,124 +35,136 @@ class PeerError(Exception):
 
 
 class Peer:
-    """`address` is numeric and allowed: nothing here asks again."""
+    """`address` is numeric and allowed: nothing here asks again. `ask` blocks, and is for the two threads; the rest is
+    for the event loop.
 
-    def __init__(self, context: zmq.asyncio.Context, name: HostPort, address: HostPort, keys: Keys | None) -> None:
+    Two threads a peer, so that a frozen one holds up nobody else: while one reads, the other asks for the next pull.
+    They block instead of awaiting: an answer takes half as long when nothing but one thread has to be woken for it.
+    """
+
+    def __init__(self, context: zmq.Context[Any], name: HostPort, address: HostPort, keys: Keys | None) -> None:
         self._context = context
         self.name = name
         self.address = address
         self._keys = keys
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self._socket: zmq.asyncio.Socket | None = None
-        self._listener: asyncio.Task[None] | None = None
-        self._connecting = asyncio.Lock()
+        self._idle: list[zmq.Socket[bytes]] = []  # connected, with nothing outstanding
+        self._closed = False
         self._quiet_until = 0.0
         self._backoff_s = FIRST_BACKOFF_S
         self.used = time.monotonic()
         self.pulls = 0  # under way
-        # One thread a peer: a frozen one holds up nobody else, and its queue keeps Mooncake's bound.
-        self.reader = ThreadPoolExecutor(1, thread_name_prefix=f"read {name}")
+        self.asker = ThreadPoolExecutor(1, thread_name_prefix=f"ask {name}")
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix=f"read {name}")  # one: it keeps Mooncake's bound
+        self._door: Door | None = None  # the last that was tried
+        self._neighbour: Neighbour | None = None  # what was found behind it
 
-    async def ask(self, message_type: Any, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+    # --- the threads ---
+
+    def ask(self, message_type: Any, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         """The reply to `message_type(id, *args)`. Raises PeerError: refused, unreachable, or no answer in time."""
         if time.monotonic() < self._quiet_until:
             raise PeerError(
                 "backoff",
                 f"{self.name} failed lately; it is asked again in {self._quiet_until - time.monotonic():.0f} s",
             )
+        message: Request = message_type(next(self._ids), *args, **kwargs)
         try:
-            reply = await asyncio.wait_for(self._ask(message_type, args, kwargs), min(timeout_s, REPLY_TIMEOUT_S))
-        except asyncio.TimeoutError:
-            self.disconnect()
-            self._leave_alone()
+            reply = self._ask(message, min(timeout_s, REPLY_TIMEOUT_S))
+        except (OSError, PeerError, zmq.ZMQError) as error:
+            self.failed()
+            if isinstance(error, PeerError):
+                raise
             token = "" if self._keys is None else ", and has it the same token"
-            raise PeerError(
-                "no_answer", f"{self.name} did not answer; is it an agent of this version{token}?"
-            ) from None
-        except PeerError:
-            self.disconnect()
-            self._leave_alone()
-            raise
-        except OSError as error:
-            self._leave_alone()
+            if isinstance(error, zmq.ZMQError):
+                raise PeerError(
+                    "no_answer", f"{self.name} did not answer; is it an agent of this version{token}?"
+                ) from None
             raise PeerError("unreachable", f"{self.name} cannot be reached: {error.strerror or error}") from None
         if isinstance(reply, Refused):
             raise PeerError(f"refused_{reply.field}", f"{self.name} refuses: {reply.reason}")
         self._quiet_until, self._backoff_s = 0.0, FIRST_BACKOFF_S
         return reply
 
-    async def _ask(self, message_type: Any, args: Any, kwargs: Any) -> Reply:
-        await self._connect()
-        assert self._socket is not None
-        message: Request = message_type(next(self._ids), *args, **kwargs)
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._waiting[message.id] = future
+    def _ask(self, message: Request, timeout_s: float) -> Reply:
+        """Raises PeerError, OSError, or zmq.Again when nothing came in time."""
         try:
-            await self._socket.send_multipart(protocol.frames(message))
-            return await future
-        finally:
-            self._waiting.pop(message.id, None)
+            dealer = self._idle.pop()
+        except IndexError:
+            dealer = self._connect()
+        try:
+            dealer.sndtimeo = dealer.rcvtimeo = max(1, int(timeout_s * 1e3))
+            dealer.send_multipart(protocol.frames(message))
+            reply: Reply = protocol.parse(dealer.recv_multipart(), protocol.reply_decoder)
+            if reply.id not in (message.id, 0):  # 0: it could not even read our id
+                raise ProtocolError(f"a reply to message {reply.id} instead of {message.id}")
+        except ProtocolError as error:
+            dealer.close()
+            raise PeerError("bad_answer", f"{self.name} answered with {error}") from None
+        except BaseException:
+            dealer.close()
+            raise
+        self._idle.append(dealer)
+        if self._closed:
+            self._disconnect()
+        return reply
 
-    async def _connect(self) -> None:
+    def _connect(self) -> zmq.Socket[bytes]:
         """ZMQ retries in silence, so try the port by hand first: a closed one is known at once. Raises OSError."""
-        async with self._connecting:
-            if self._socket is not None:
+        try:
+            socket.create_connection((self.address.host, self.address.port), CONNECT_TIMEOUT_S).close()
+        except TimeoutError:
+            raise OSError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from None
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IPV6, 1)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues for a peer that is not there
+        dealer.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_MESSAGE_BYTES)
+        if self._keys is not None:
+            self._keys.present(dealer)
+        dealer.connect(f"tcp://{self.address}")
+        return dealer
+
+    def _disconnect(self) -> None:
+        while self._idle:
+            try:
+                self._idle.pop().close()
+            except IndexError:  # the other thread took it
                 return
-            try:
-                _, writer = await asyncio.wait_for(
-                    asyncio.open_connection(self.address.host, self.address.port), CONNECT_TIMEOUT_S
-                )
-            except asyncio.TimeoutError:
-                raise OSError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from None
-            writer.close()
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.IPV6, 1)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues for a peer that is not there
-            socket.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_MESSAGE_BYTES)
-            if self._keys is not None:
-                self._keys.present(socket)
-            socket.connect(f"tcp://{self.address}")
-            self._socket = socket
-            self._listener = asyncio.create_task(self._listen(socket))
 
-    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            parts = await socket.recv_multipart()
-            try:
-                reply: Reply = protocol.parse(parts, protocol.reply_decoder)
-            except ProtocolError as error:
-                for future in self._waiting.values():
-                    if not future.done():
-                        future.set_exception(PeerError("bad_answer", f"{self.name} answered with {error}"))
-                continue
-            if reply.id == 0:  # it could not even read our id: whoever waits is meant
-                waiting = list(self._waiting.values())
-            else:
-                waiting = [w for w in (self._waiting.get(reply.id),) if w is not None]
-            for future in waiting:
-                if not future.done():
-                    future.set_result(reply)
-
-    def _leave_alone(self) -> None:
+    def failed(self) -> None:
+        """It did not answer, or a read from it failed: not at once again."""
+        self._disconnect()
         self._quiet_until = time.monotonic() + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
 
-    def failed_to_read(self) -> None:
-        """A read from it failed: not at once again."""
-        self.disconnect()
-        self._leave_alone()
+    # --- the same machine ---
 
-    def disconnect(self) -> None:
-        if self._listener is not None:
-            self._listener.cancel()
-        if self._socket is not None:
-            self._socket.close()
-        self._listener = self._socket = None
+    def meet(self, door: Door, ranks: int, slot_bytes: int) -> Neighbour | None:
+        """What is behind a source's door, if it is on this machine; each door is tried once. For the reader."""
+        if door != self._door:
+            self._door, self._neighbour = door, None
+            try:
+                self._neighbour = Neighbour(door, ranks, slot_bytes)
+            except ConnectionRefusedError:  # another machine, or another network namespace
+                pass
+            except (OSError, ValueError) as error:
+                logger.warning("migration: %s is on this machine, but its pool cannot be read: %s", self.name, error)
+        return self._neighbour
+
+    def part(self, neighbour: Neighbour) -> None:
+        """Gives up what it was handed; a read that is under way ends first. Wakes whoever watches the connection."""
+        if self._neighbour is neighbour:
+            self._neighbour = None
+        with suppress(OSError):  # it has gone already
+            neighbour.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self.disconnect()
+        self._closed = True
+        self._disconnect()
+        if self._neighbour is not None:
+            self.part(self._neighbour)
+        self.asker.shutdown(wait=False, cancel_futures=True)
         self.reader.shutdown(wait=False, cancel_futures=True)
 
 
@@ -157,7 +173,7 @@ class Peers:
 
     MAX = 64
 
-    def __init__(self, context: zmq.asyncio.Context, keys: Keys | None) -> None:
+    def __init__(self, context: zmq.Context[Any], keys: Keys | None) -> None:
         self._context = context
         self._keys = keys
         self._peers: dict[HostPort, Peer] = {}

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-HEADER = b"pega-migration/1"
+HEADER = b"pega-migration/2"
 # A lookup of 32,768 keys of 32 bytes is 1 MiB; its answer is smaller. Longer prompts are asked for in parts.
 MAX_MESSAGE_BYTES = 2 << 20
 MAX_KEYS = 32_768
@@ -49,10 +49,18 @@ class Lookup(_Message, frozen=True):
     lease_s: float
 
 
+class Door(msgspec.Struct, frozen=True):
+    """Where an agent hands its pools' descriptors to agents of its machine: an abstract Unix socket, and a secret."""
+
+    name: str
+    ticket: bytes
+
+
 class Found(_Message, frozen=True):
     """The longest run: n slots (uint32) and, rank by rank, n generations each (uint64).
 
-    bases: address of the pool of each rank in the agent's process. data_port: of the Mooncake engine.
+    bases: address of the pool of each rank in the agent's process. data_port: of the Mooncake engine. door: for agents
+    of the same machine.
     """
 
     slots: bytes
@@ -60,6 +68,7 @@ class Found(_Message, frozen=True):
     bases: list[int]
     slot_bytes: int
     data_port: int
+    door: Door | None = None
 
 
 class Validate(_Message, frozen=True):
@@ -114,6 +123,7 @@ class Spec(msgspec.Struct, frozen=True, tag=True):
     transport: str
     timeout_s: float
     verify: bool
+    same_host: bool  # hand pools to agents of this machine, and take theirs
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True):
@@ -142,7 +152,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     published: one byte a slot, 1 = it holds its key now. unsafe: one byte a slot, 1 = a failed read may still
     write it, for as long as this agent lives. reason: "" or why less than all came, a word and then words for
     people. seconds by phase: post (until the agent took it up), lookup, queue (until the first descriptors were
-    handed to Mooncake), read, validate. gap_s: the longest time between two batches handed to Mooncake.
+    handed to Mooncake), read, validate. gap_s: the longest time between two batches handed to Mooncake. path: "network"
+    or "same_host", by which the bytes came; "" if none did.
     """
 
     id: int
@@ -153,6 +164,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     nbytes: int
     seconds: dict[str, float]
     gap_s: float = 0.0
+    path: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

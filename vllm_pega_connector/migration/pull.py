@@ -4,22 +4,28 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
 from vllm_pega_connector.address import HostPort
 from vllm_pega_connector.migration import protocol
-from vllm_pega_connector.migration.data import DataPlane, Reading, Run, runs
+from vllm_pega_connector.migration.data import DataPlane, Descriptors
 from vllm_pega_connector.migration.peer import Peer, PeerError, Peers
 from vllm_pega_connector.migration.pools import Pools
 from vllm_pega_connector.migration.protocol import Ended, Found, Lookup, Pull, Validate, Validated
+from vllm_pega_connector.migration.same_host import Neighbour
 from vllm_pega_connector.migration.security import AllowedSources
 from vllm_pega_connector.migration.serve import MAX_LEASE_S
 
 logger = logging.getLogger("vllm.pega")
+T = TypeVar("T")
 
 
 @dataclass
@@ -31,6 +37,7 @@ class Progress:
     reason: str = ""
     nbytes: int = 0
     gap_s: float = 0.0
+    path: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,13 +54,17 @@ class Puller:
         allowed: AllowedSources,
         fingerprint: dict[str, str],
         verify: bool,
+        same_host: bool,
     ) -> None:
+        """To be made in the event loop."""
+        self._loop = asyncio.get_running_loop()
         self._pools = pools
         self._data = data
         self._peers = peers
         self._allowed = allowed
         self._fingerprint = fingerprint
         self._verify = verify
+        self._same_host = same_host
 
     async def pull(self, request: Pull) -> Ended:
         """Never raises; every slot is accounted for in the answer."""
@@ -75,6 +86,7 @@ class Puller:
             progress.nbytes,
             progress.seconds,
             progress.gap_s,
+            progress.path,
         )
 
     async def _pull(self, request: Pull, progress: Progress, deadline: float) -> None:
@@ -89,10 +101,14 @@ class Puller:
             return
         if count < progress.count:
             progress.reason = f"partly: {peer.name} has {count} of {progress.count} blocks"
+        # One job of the reading thread, to the end: nothing has to be woken between reading and asking again.
+        fetch = functools.partial(self._fetch, request, progress, peer, found, count, deadline)
+        await self._in(peer.reader, peer, fetch)
+
+    async def _in(self, thread: Executor, peer: Peer, job: Callable[[], T]) -> T:
         peer.pulls += 1
         try:
-            landed = await self._read(request, progress, peer, found, count, deadline)
-            await self._publish(request, progress, peer, found, landed, deadline)
+            return await asyncio.get_running_loop().run_in_executor(thread, job)
         finally:
             peer.pulls -= 1
 
@@ -117,12 +133,15 @@ class Puller:
         if address is None:
             raise PeerError("not_allowed", f"{name} is not in migration.allow_sources")
         peer = self._peers.get(name, address)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise PeerError("deadline", "the deadline passed before the source was asked")
-        lease_s = min(left, MAX_LEASE_S)
         keys = request.keys[: protocol.MAX_KEYS * self._pools.key_bytes]
-        return peer, await peer.ask(Lookup, self._fingerprint, keys, lease_s, timeout_s=left)
+
+        def ask() -> Any:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PeerError("deadline", "the deadline passed before the source was asked")
+            return peer.ask(Lookup, self._fingerprint, keys, min(left, MAX_LEASE_S), timeout_s=left)
+
+        return peer, await self._in(peer.asker, peer, ask)
 
     def _check(self, found: Found, wanted: int) -> int:
         """Number of blocks found. Raises PeerError for an answer that does not fit our pools."""
@@ -141,37 +160,69 @@ class Puller:
             raise PeerError("bad_answer", "the source's answer does not fit the pools here; is it the same version?")
         return count
 
-    # --- read ---
+    # --- read; all of it in the peer's reading thread ---
 
-    async def _read(
+    def _fetch(self, request: Pull, progress: Progress, peer: Peer, found: Found, count: int, deadline: float) -> None:
+        start = time.monotonic()
+        if start > deadline:  # it waited too long for the reads before it
+            progress.reason = f"deadline: {peer.name} was too slow"
+            return
+        arrived = self._read_same_host(request, progress, peer, found, count)
+        if arrived is None:
+            arrived = self._read_network(request, progress, peer, found, count, deadline)
+        if arrived.any():
+            self._publish(request, progress, peer, found, arrived)
+        else:
+            self._end(request, progress, np.zeros(count, bool))
+
+    def _read_same_host(
+        self, request: Pull, progress: Progress, peer: Peer, found: Found, count: int
+    ) -> np.ndarray | None:
+        """All blocks, if the source is on this machine; None if it is not, or its pool cannot be read."""
+        if found.door is None or not self._same_host:
+            return None
+        start = time.monotonic()
+        neighbour = peer.meet(found.door, len(self._pools.bases), self._pools.slot_bytes)
+        if neighbour is None:
+            return None
+        if not neighbour.watched:
+            neighbour.watched = True
+            self._loop.call_soon_threadsafe(_until_it_ends, self._loop, peer, neighbour)
+        slots = request.slots[: 4 * count]
+        self._pools.begin(slots)
+        handed = time.monotonic()
+        try:
+            whole = neighbour.read(found.slots, self._pools.pools, self._pools.slot_class, slots)
+        except ValueError as error:  # slots that its pool does not have
+            raise PeerError("bad_answer", f"{peer.name}: {error}") from None
+        if not whole:
+            logger.warning("migration: the pool of %s can no longer be read directly", peer.name)
+            peer.part(neighbour)
+            return None
+        progress.path, progress.nbytes = "same_host", count * self._pools.slot_bytes * len(self._pools.bases)
+        progress.seconds["queue"] = handed - start
+        progress.seconds["read"] = time.monotonic() - handed
+        return np.ones(count, bool)
+
+    def _read_network(
         self, request: Pull, progress: Progress, peer: Peer, found: Found, count: int, deadline: float
     ) -> np.ndarray:
-        """Reads `count` blocks; which of them have landed on all ranks. The slots stay odd."""
+        """Which of `count` blocks have landed on all ranks. The slots stay odd."""
         start = time.monotonic()
-        remote, local = np.frombuffer(found.slots, np.uint32).astype(np.int64), np.frombuffer(request.slots, np.uint32)
-        local = local[:count].astype(np.int64)
-        descriptors: list[Run] = []
-        covers: list[range] = []
-        for remote_base, local_base in zip(found.bases, self._pools.bases, strict=True):
-            more, slots = runs(remote_base, local_base, remote, local, self._pools.slot_bytes)
-            descriptors += more
-            covers += slots
-        segment = str(HostPort(peer.address.host, found.data_port))
-
-        def read() -> Reading:
-            if time.monotonic() > deadline:
-                return Reading(0, 0, ())  # it waited too long for the reads before it
-            self._pools.begin(request.slots[: 4 * count])
-            return self._data.read(segment, descriptors)
-
-        done = await asyncio.get_running_loop().run_in_executor(peer.reader, read)
+        remote, local = np.frombuffer(found.slots, np.uint32), np.frombuffer(request.slots, np.uint32)[:count]
+        descriptors = Descriptors.joined(
+            [
+                Descriptors.runs(theirs, ours, remote, local, self._pools.slot_bytes)
+                for theirs, ours in zip(found.bases, self._pools.bases, strict=True)
+            ]
+        )
+        self._pools.begin(request.slots[: 4 * count])
+        progress.unsafe[:count] = True  # until the read has said how far it came
+        done = self._data.read(str(HostPort(peer.address.host, found.data_port)), descriptors)
         landed, started = done.landed, done.started
-        arrived = np.ones(count, bool)
-        for covered in covers[landed:]:
-            arrived[covered.start : covered.stop] = False
-        for covered in covers[landed:started]:
-            progress.unsafe[covered.start : covered.stop] = True
-        progress.nbytes = sum(n for _, _, n in descriptors[:landed])
+        arrived = ~descriptors.slots(landed, len(descriptors), count)
+        progress.unsafe[:count] = descriptors.slots(landed, started, count)
+        progress.path, progress.nbytes = "network", int(descriptors.nbytes[:landed].sum())
         handed = done.handed[0] if done.handed else time.monotonic()
         progress.seconds["queue"] = handed - start
         progress.seconds["read"] = time.monotonic() - handed
@@ -182,45 +233,56 @@ class Puller:
                 f"deadline: {peer.name} was too slow" if waited else f"read_failed: a read from {peer.name} failed"
             )
             if started:
-                peer.failed_to_read()
+                peer.failed()
         return arrived
 
     # --- publish ---
 
-    async def _publish(
-        self, request: Pull, progress: Progress, peer: Peer, found: Found, arrived: np.ndarray, deadline: float
-    ) -> None:
-        """Ends the writing of every slot that nothing can write any more: with its key if the source confirms it."""
+    def _publish(self, request: Pull, progress: Progress, peer: Peer, found: Found, arrived: np.ndarray) -> None:
         start = time.monotonic()
-        count = len(arrived)
-        valid = np.zeros(count, bool)
+        valid = np.zeros(len(arrived), bool)
         try:
-            if arrived.any():
-                valid = arrived & await self._validated(request, peer, found, count)
-                if not valid[arrived].all():
-                    progress.reason = (
-                        f"changed: {int((arrived & ~valid).sum())} blocks were overwritten on {peer.name} meanwhile"
-                    )
+            valid = arrived & self._validated(request, peer, found, len(arrived))
+            if not valid[arrived].all():
+                progress.reason = (
+                    f"changed: {int((arrived & ~valid).sum())} blocks were overwritten on {peer.name} meanwhile"
+                )
         except PeerError as error:
             progress.reason = f"{error.reason}: {error}"
         finally:
-            slots = np.frombuffer(request.slots, np.uint32)[:count]
-            keys = np.frombuffer(request.keys, np.uint8).reshape(-1, self._pools.key_bytes)[:count]
-            self._pools.end(slots[valid].tobytes(), keys[valid].tobytes())
-            self._pools.end_empty(slots[~valid & ~progress.unsafe[:count]].tobytes())
-            progress.published[:count] = valid
+            self._end(request, progress, valid)
             progress.seconds["validate"] = time.monotonic() - start
 
-    async def _validated(self, request: Pull, peer: Peer, found: Found, count: int) -> np.ndarray:
+    def _end(self, request: Pull, progress: Progress, valid: np.ndarray) -> None:
+        """Ends the writing of every slot that nothing can write any more: with its key if that is valid."""
+        count = len(valid)
+        slots = np.frombuffer(request.slots, np.uint32)[:count]
+        keys = np.frombuffer(request.keys, np.uint8).reshape(-1, self._pools.key_bytes)[:count]
+        self._pools.end(slots[valid].tobytes(), keys[valid].tobytes())
+        self._pools.end_empty(slots[~valid & ~progress.unsafe[:count]].tobytes())
+        progress.published[:count] = valid
+
+    def _validated(self, request: Pull, peer: Peer, found: Found, count: int) -> np.ndarray:
         """The read is over, so this answer is worth waiting for, whatever the deadline says. Raises PeerError."""
-        reply = await peer.ask(Validate, found.slots, found.generations, checksum=self._verify, timeout_s=30.0)
+        reply = peer.ask(Validate, found.slots, found.generations, checksum=self._verify, timeout_s=30.0)
         if not isinstance(reply, Validated) or len(reply.valid) != count:
             raise PeerError("bad_answer", f"{peer.name} gave no answer to the question whether its blocks hold")
         valid = np.frombuffer(reply.valid, bool).copy()
         if self._verify:
-            ours = await asyncio.to_thread(self._pools.checksums, request.slots[: 4 * count])
+            ours = self._pools.checksums(request.slots[: 4 * count])
             if len(reply.checksums) != len(ours):
                 raise PeerError("bad_answer", f"{peer.name} sent no checksums")
             same = np.frombuffer(ours, np.uint32) == np.frombuffer(reply.checksums, np.uint32)
             valid &= same.reshape(-1, count).all(axis=0)
         return valid
+
+
+def _until_it_ends(loop: asyncio.AbstractEventLoop, peer: Peer, neighbour: Neighbour) -> None:
+    """Gives up a neighbour's memory once its agent has ended: else an idle target would hold a dead pool."""
+
+    def ended() -> None:
+        loop.remove_reader(neighbour.connection)
+        peer.part(neighbour)
+        neighbour.connection.close()
+
+    loop.add_reader(neighbour.connection, ended)

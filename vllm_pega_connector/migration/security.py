@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import zmq
-import zmq.asyncio
 from zmq.utils import z85
 
 from vllm_pega_connector.address import HostPort
@@ -54,14 +53,14 @@ class Keys:
         client.curve_publickey, client.curve_secretkey = self.client
 
 
-async def authenticate(zap: zmq.asyncio.Socket, allowed: bytes) -> None:
-    """libzmq asks here (RFC 27) for every handshake: only the client key of our token passes. Runs until cancelled."""
+def authenticate(zap: zmq.Socket[bytes], allowed: bytes) -> None:
+    """libzmq asks here (RFC 27) for every handshake: only the client key of our token passes. Never returns."""
     public = z85.decode(allowed)
     while True:
-        version, request, *rest = await zap.recv_multipart()
+        version, request, *rest = zap.recv_multipart()
         good = len(rest) == 5 and rest[3] == b"CURVE" and rest[4] == public
         status = [b"200", b"OK"] if good else [b"400", b"no such key"]
-        await zap.send_multipart([version, request, *status, b"", b""])
+        zap.send_multipart([version, request, *status, b"", b""])
 
 
 class AllowedSources:

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from vllm_pega_connector.migration import protocol
 from vllm_pega_connector.migration.fingerprint import difference
 from vllm_pega_connector.migration.pools import Pools
 from vllm_pega_connector.migration.protocol import (
+    Door,
     Found,
     Lookup,
     Ping,
@@ -29,9 +31,11 @@ from vllm_pega_connector.migration.security import Keys, authenticate
 MAX_LEASE_S = 60.0  # a peer that died while reading holds its slots for no longer
 HANDSHAKE_MS = 3000  # a connection that says nothing is closed after this
 HEARTBEAT_MS = 5000
+MAX_SUMS = 64  # checksums asked for and not answered yet
+_SUMMED = "inproc://summed"  # answers that took a while
 
 
-def bind(context: zmq.asyncio.Context, host: str, port: int, keys: Keys | None) -> tuple[zmq.asyncio.Socket, int]:
+def bind(context: zmq.Context[Any], host: str, port: int, keys: Keys | None) -> tuple[zmq.Socket[bytes], int]:
     """The socket that peers connect to, and its port. Raises OSError saying what to change."""
     server = context.socket(zmq.ROUTER)
     server.setsockopt(zmq.IPV6, 1)
@@ -43,6 +47,9 @@ def bind(context: zmq.asyncio.Context, host: str, port: int, keys: Keys | None) 
     server.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     server.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
     if keys is not None:
+        zap = context.socket(zmq.REP)
+        zap.bind("inproc://zeromq.zap.01")
+        Thread(target=authenticate, args=(zap, keys.client[0]), daemon=True, name="authenticate").start()
         keys.guard(server)
     shown = f"[{host}]" if ":" in host else host
     try:
@@ -61,46 +68,51 @@ def bind(context: zmq.asyncio.Context, host: str, port: int, keys: Keys | None) 
 class Server:
     """`stopping`: lookups are refused, what was found before may still be read and validated."""
 
-    def __init__(self, pools: Pools, fingerprint: dict[str, str], data_port: int) -> None:
+    def __init__(self, pools: Pools, fingerprint: dict[str, str], data_port: int, door: Door | None) -> None:
         self._pools = pools
         self._fingerprint = fingerprint
         self._data_port = data_port
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._door = door
+        self._summing = ThreadPoolExecutor(2, thread_name_prefix="checksums")
+        self._sums = 0
         self.stopping = False
 
-    async def run(self, server: zmq.asyncio.Socket, context: zmq.asyncio.Context, keys: Keys | None) -> None:
-        """Runs until cancelled."""
-        zap = asyncio.create_task(self._authenticate(context, keys)) if keys is not None else None
-        try:
-            while True:
-                peer, *parts = await server.recv_multipart()
-                try:
-                    request: Request = protocol.parse(parts, protocol.request_decoder)
-                except ProtocolError as error:
-                    await server.send_multipart([peer, *protocol.frames(Refused(0, "message", str(error)))])
-                    continue
-                if isinstance(request, Validate) and request.checksum:  # takes a while: beside the loop
-                    task = asyncio.create_task(self._reply(server, peer, request))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+    def run(self, server: zmq.Socket[bytes], context: zmq.Context[Any]) -> None:
+        """Never returns. A thread of its own that blocks: a peer's question wakes nothing else."""
+        summed = context.socket(zmq.PULL)
+        summed.bind(_SUMMED)
+        poller = zmq.Poller()
+        poller.register(server, zmq.POLLIN)
+        poller.register(summed, zmq.POLLIN)
+        while True:
+            for socket, _ in poller.poll():
+                if socket is summed:
+                    self._sums -= 1
+                    server.send_multipart(summed.recv_multipart())
                 else:
-                    await server.send_multipart([peer, *protocol.frames(self.answer(request))])
-        finally:
-            if zap is not None:
-                zap.cancel()
+                    self._take(server, context)
 
-    async def _authenticate(self, context: zmq.asyncio.Context, keys: Keys) -> None:
-        zap = context.socket(zmq.REP)
-        zap.linger = 0
-        zap.bind("inproc://zeromq.zap.01")
+    def _take(self, server: zmq.Socket[bytes], context: zmq.Context[Any]) -> None:
+        peer, *parts = server.recv_multipart()
         try:
-            await authenticate(zap, keys.client[0])
-        finally:
-            zap.close()
+            request: Request = protocol.parse(parts, protocol.request_decoder)
+        except ProtocolError as error:
+            server.send_multipart([peer, *protocol.frames(Refused(0, "message", str(error)))])
+            return
+        if isinstance(request, Validate) and request.checksum:  # takes a while: beside this thread
+            if self._sums == MAX_SUMS:
+                busy = Refused(request.id, "busy", f"{MAX_SUMS} checksums are being made already")
+                server.send_multipart([peer, *protocol.frames(busy)])
+                return
+            self._sums += 1
+            self._summing.submit(self._sum, context, peer, request)
+        else:
+            server.send_multipart([peer, *protocol.frames(self.answer(request))])
 
-    async def _reply(self, server: zmq.asyncio.Socket, peer: bytes, request: Validate) -> None:
-        reply = await asyncio.to_thread(self.answer, request)
-        await server.send_multipart([peer, *protocol.frames(reply)])
+    def _sum(self, context: zmq.Context[Any], peer: bytes, request: Validate) -> None:
+        with context.socket(zmq.PUSH) as push:
+            push.connect(_SUMMED)
+            push.send_multipart([peer, *protocol.frames(self.answer(request))])
 
     def answer(self, request: Request) -> Reply:
         """Never raises: a peer's mistake is answered in words."""
@@ -124,7 +136,9 @@ class Server:
             raise ValueError(f"lease_s is {request.lease_s}; allowed: 0 to {MAX_LEASE_S:g} s")
         slots, generations = self._pools.find(request.keys)
         self._pools.lease(slots, request.lease_s)
-        return Found(request.id, slots, generations, self._pools.bases, self._pools.slot_bytes, self._data_port)
+        return Found(
+            request.id, slots, generations, self._pools.bases, self._pools.slot_bytes, self._data_port, self._door
+        )
 
     def _validate(self, request: Validate) -> Reply:
         checksums = self._pools.checksums(request.slots) if request.checksum else b""

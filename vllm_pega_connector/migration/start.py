@@ -80,6 +80,7 @@ def start(
             transport=config.transport,
             timeout_s=config.timeout_s,
             verify=config.verify,
+            same_host=config.same_host == "auto",
         )
 
     client = AgentClient(spec, [fd for fds in opened for fd in fds])
