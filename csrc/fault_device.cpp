@@ -34,20 +34,24 @@ bool FaultDevice::fires(Armed* armed, Direction direction) {
 }
 
 Ticket FaultDevice::submit(const Chunk& chunk) {
-  Flight flight{0, Progress::kPending, Clock::now(), false};
+  Flight flight{0, Progress::kPending, Clock::now(), false, false};
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (Armed& armed : armed_) {
       if (!fires(&armed, chunk.direction)) continue;
       ++fired_;
       switch (armed.fault.action) {
-        case ChunkFault::Action::kFail: flight.progress = Progress::kFailed; break;
+        case ChunkFault::Action::kFail: flight.fails = true; break;
         case ChunkFault::Action::kDelay: flight.due += armed.fault.delay; break;
         case ChunkFault::Action::kKillThread: flight.kills = true; break;
       }
     }
   }
-  if (flight.progress == Progress::kPending) flight.inner = device_->submit(chunk);
+  if (flight.fails) {
+    flight.progress = Progress::kFailed;
+  } else {
+    flight.inner = device_->submit(chunk);
+  }
   flights_.emplace(next_, flight);
   return next_++;
 }
@@ -60,14 +64,11 @@ Progress FaultDevice::poll(Ticket ticket) {
   if (flight.inner != 0) {
     flight.progress = device_->poll(flight.inner);
     if (flight.progress == Progress::kPending) return Progress::kPending;
+    flight.inner = 0;
   }
-  if (flight.progress == Progress::kFailed) ours_ = flight.inner == 0;
+  if (Clock::now() < flight.due) return Progress::kPending;
   const Progress progress = flight.progress;
-  const bool late = Clock::now() < flight.due;
-  if (late) {
-    flight.inner = 0;  // its ticket is retired
-    return Progress::kPending;
-  }
+  if (progress == Progress::kFailed) ours_ = flight.fails;
   flights_.erase(it);
   return progress;
 }

@@ -57,10 +57,10 @@ class FaultDevice : public Device {
     uint64_t random;  // state of its generator
   };
   struct Flight {
-    Ticket inner;  // 0: never given to the device, or landed there
+    Ticket inner;  // 0: never given to the device, or retired there
     Progress progress;
     Clock::time_point due;
-    bool kills;
+    bool fails, kills;
   };
 
   static bool fires(Armed* armed, Direction direction);
