@@ -43,6 +43,9 @@ class FaultDevice : public Device {
   EventId record_event(uint64_t stream) override { return device_->record_event(stream); }
   Progress query_event(EventId event) override { return device_->query_event(event); }
   void release_event(EventId event) override { device_->release_event(event); }
+  void prepare(const std::vector<Range>& ranges, Prepared* prepared) override {
+    device_->prepare(ranges, prepared);
+  }
   Ticket submit(const Chunk& chunk) override;
   Progress poll(Ticket ticket) override;
   std::string last_error() const override { return ours_ ? "injected fault" : device_->last_error(); }
