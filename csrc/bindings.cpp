@@ -155,4 +155,7 @@ NB_MODULE(_native, m) {
   pega::bind_policy(m);
   pega::bind_engine(m);
   pega::bind_cuda(m);
+#ifdef PEGA_FAULTS
+  pega::bind_faults(m);
+#endif
 }

@@ -23,6 +23,7 @@ void bind_index(nb::module_& m);       // SlotIndex; needs SlotTable to be bound
 void bind_policy(nb::module_& m);      // Policy, TransferShape, TransferDecision, DeviceProfile, decide
 void bind_engine(nb::module_& m);      // Device, HostDevice, SimDevice, JobResult, TransferEngine
 void bind_cuda(nb::module_& m);        // CudaDevice, cuda_available; needs Device to be bound
+void bind_faults(nb::module_& m);      // FaultDevice, with PEGA_FAULTS; needs Device to be bound
 
 // Throw std::invalid_argument naming what is allowed.
 Direction parse_direction(const std::string& name);

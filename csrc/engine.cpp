@@ -150,6 +150,10 @@ bool TransferEngine::cancel(uint64_t job_id) {
 }
 
 std::vector<JobResult> TransferEngine::poll() {
+  if (dead_.load(std::memory_order_acquire)) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    revive();
+  }
   std::vector<JobResult> results;
   if (!has_outbox_.load(std::memory_order_acquire)) return results;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -185,7 +189,12 @@ bool TransferEngine::step(double advance_s) {
 bool TransferEngine::drain(double timeout_s) {
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(seconds(timeout_s));
   std::unique_lock<std::mutex> lock(mutex_);
-  if (options_.threaded) return ended_cv_.wait_until(lock, deadline, [this] { return unfinished() == 0; });
+  while (options_.threaded) {
+    ended_cv_.wait_until(lock, deadline, [this] { return unfinished() == 0 || dead_; });
+    if (unfinished() == 0) return true;
+    if (Clock::now() >= deadline) return false;
+    revive();
+  }
   while (unfinished() != 0) {
     if (Clock::now() >= deadline) return false;
     lock.unlock();
@@ -268,9 +277,34 @@ bool TransferEngine::round() {
   return moved;
 }
 
+// An exception (no memory, a device that broke its contract) ends the thread, not the process.
 void TransferEngine::run() {
   prctl(PR_SET_NAME, "pega-transfer");
   prctl(PR_SET_TIMERSLACK, 1000);  // nanoseconds; the default of 50 us would triple kEventSleep
+  try {
+    work();
+  } catch (const std::exception& error) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    died_of_ = error.what();
+    dead_.store(true, std::memory_order_release);
+    ended_cv_.notify_all();
+  }
+}
+
+// The watch of the thread: whoever asks for results, or waits for them, fails the jobs that a dead thread had
+// taken and starts the next. That one waits for their chunks in flight, reports them, and goes on with the
+// rest.
+void TransferEngine::revive() {
+  if (!dead_.load(std::memory_order_acquire)) return;
+  if (thread_.joinable()) thread_.join();
+  const std::string why = "the engine's thread ended: " + died_of_;
+  load_.fail_all(why);
+  save_.fail_all(why);
+  thread_ = std::thread([this] { run(); });
+  dead_.store(false, std::memory_order_release);
+}
+
+void TransferEngine::work() {
   for (;;) {
     if (round()) continue;
     if (load_.in_flight() || save_.in_flight()) {

@@ -88,6 +88,8 @@ class TransferEngine {
   bool round();
   void take_inbox();
   void run();
+  void work();
+  void revive();  // under mutex_
   void wake();
   size_t unfinished() const { return jobs_.size() - outbox_.size(); }  // under mutex_
 
@@ -114,6 +116,8 @@ class TransferEngine {
   std::vector<EventId> released_;
   SlotUse slot_use_;
   bool closed_ = false, stop_ = false, asleep_ = false;
+  std::string died_of_;            // what ended the thread
+  std::atomic<bool> dead_{false};  // it has ended by an exception and nobody has looked yet
   std::atomic<bool> has_inbox_{false}, has_outbox_{false}, has_cancels_{false};
   std::atomic<double> manual_now_{0};
   std::thread thread_;

@@ -125,6 +125,11 @@ void Lane::apply_cancels() {
   for (Job* job : queue_) look_at(job);
 }
 
+void Lane::fail_all(const std::string& why) {
+  for (Job* job : active_) stop(job, Status::kFailed, why);
+  for (Job* job : queue_) stop(job, Status::kFailed, why);
+}
+
 // The first reason to stop is the one that is reported.
 void Lane::stop(Job* job, Status status, std::string error) {
   if (job->state == JobState::kDraining) return;
@@ -206,7 +211,6 @@ size_t Lane::submit_next(double now) {
   pack(job, slot);
   if (busy_ != 0 && outstanding_bytes_ + slot->bytes > bound(job->decision)) {
     // The one promise of a lane, so it is looked at again in release builds: rather a failed job than more.
-    slot->job = nullptr;
     stop(job, Status::kFailed, "a chunk would have exceeded the bound on outstanding bytes");
     return 1;
   }
@@ -223,6 +227,7 @@ size_t Lane::submit_next(double now) {
     chunk.first = slot->ranges - job->ranges.data();
   }
   slot->ticket = device_.submit(chunk);
+  slot->job = job;  // now, not before: what throws above must leave no chunk behind that was never submitted
   ++busy_;
   ++job->outstanding;
   outstanding_bytes_ += slot->bytes;
@@ -277,7 +282,6 @@ void Lane::pack(Job* job, Slot* slot) {
       while (end < end_most && ranges[end].bytes <= limit - bytes) bytes += ranges[end++].bytes;
     }
   }
-  slot->job = job;
   slot->begin = job->submitted_bytes;
   job->next_range = end;
   if (end == end_most || (end != first && ranges[end].bytes <= limit && bytes >= limit / 2)) {

@@ -30,6 +30,9 @@ class Lane {
   // Stops every job whose cancel flag is set.
   void apply_cancels();
 
+  // Stops every job.
+  void fail_all(const std::string& why);
+
   bool in_flight() const { return busy_ != 0; }
   bool idle() const { return queue_.empty() && active_.empty(); }
 

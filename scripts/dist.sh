@@ -39,6 +39,7 @@ import importlib.metadata, pathlib, sys
 import vllm_pega_connector, vllm_pega_connector._native as native
 for module in (vllm_pega_connector, native):
     assert pathlib.Path(module.__file__).is_relative_to(sys.argv[1]), module.__file__
+assert not hasattr(native, "FaultDevice"), "a release must not inject faults"
 print("installed:", importlib.metadata.version("vllm-pega-connector"), "at", pathlib.Path(native.__file__).parent)
 PY
 "$try/pega" --version

@@ -187,7 +187,8 @@ setup_release() {
 build_native() {
   # With the environment's own cmake and ninja, not isolated: no network, and an incremental build in build/.
   PATH="$PWD/$VENV/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-2} \
-    "$VENV/bin/python" -m pip --disable-pip-version-check install --no-build-isolation --no-deps -e .
+    "$VENV/bin/python" -m pip --disable-pip-version-check install --no-build-isolation --no-deps -e . \
+    -C cmake.define.PEGA_FAULTS=ON  # tests inject faults; `pip install .` and wheels have none of it
 }
 
 check_native() { (cd .cache && ../"$VENV"/bin/python -c 'import vllm_pega_connector._native as n; print(n.__file__)'); }

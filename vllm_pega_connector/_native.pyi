@@ -160,6 +160,17 @@ class HostDevice(Device):
     """Copies with `workers` threads; 'kernel' uses at most min(grid, workers)."""
     def __init__(self, workers: int = 2) -> None: ...
 
+class FaultDevice(Device):
+    """Around another device: chunks fail or land late, or the engine's thread dies. Absent from release builds.
+
+    faults: rows of action (fail, delay, kill), direction ("" = both), nth (0 = each, with probability), probability,
+    seed, delay in ms. `fired`: faults so far.
+    """
+    def __init__(self, device: Device, faults: Sequence[tuple[str, str, int, float, int, float]]) -> None: ...
+    def arm(self, faults: Sequence[tuple[str, str, int, float, int, float]]) -> None: ...
+    @property
+    def fired(self) -> int: ...
+
 class SimDevice(Device):
     """Copies real memory, but when and in which order a seed decides; counts what it saw. Single-threaded.
 

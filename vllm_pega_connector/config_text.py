@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 ENV_PREFIX = "VLLM_PEGA_"
+FAULTS_VARIABLE = "VLLM_PEGA_FAULTS"  # no setting; `faults.py` reads it
 
 
 def show(value: Any) -> str:
@@ -88,7 +89,9 @@ def environment(env: Mapping[str, str], keys: Iterable[str]) -> tuple[dict[str, 
     overrides: dict[str, Any] = {}
     problems: list[str] = []
     known = {f"{ENV_PREFIX}{key.upper()}": key for key in keys if key != "migration"}
-    for variable in sorted(name for name in env if name.startswith(ENV_PREFIX) and env[name]):
+    for variable in sorted(
+        name for name in env if name.startswith(ENV_PREFIX) and env[name] and name != FAULTS_VARIABLE
+    ):
         key = variable.removeprefix(ENV_PREFIX).lower()
         if variable in known:
             overrides[key] = _from_text(key, env[variable].strip())

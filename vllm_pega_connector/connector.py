@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_pega_connector import compat, plugin
 from vllm_pega_connector.config import PegaConfig
+from vllm_pega_connector.faults import Faults
 from vllm_pega_connector.guard import guarded, logger
 from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata
 from vllm_pega_connector.metrics import PegaStats
@@ -35,6 +36,7 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = PegaConfig.from_extra_config(transfer.kv_connector_extra_config)
+        faults = Faults.from_environment()
         self._scheduler: PegaScheduler | None = None
         self._worker: PegaWorker | None = None
         support = compat.check_support(vllm_config, kv_cache_config)
@@ -61,11 +63,11 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
                     "sliding windows or several KV cache groups; vLLM 0.30 or newer can"
                 )
                 loads = False
-            self._scheduler = PegaScheduler(
-                vllm_config, kv_cache_config, config, saves=transfer.is_kv_producer, loads=loads
+            self._scheduler = faults.scheduler(
+                PegaScheduler(vllm_config, kv_cache_config, config, saves=transfer.is_kv_producer, loads=loads)
             )
         else:
-            self._worker = PegaWorker(vllm_config, kv_cache_config, config)
+            self._worker = PegaWorker(vllm_config, kv_cache_config, config, faults)
 
     # --- worker side ---
 
@@ -212,6 +214,7 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         config = PegaConfig.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        Faults.from_environment()  # vLLM asks this first, before any process starts
         return compat.required_layout(vllm_config, config.kv_layout)
 
     @classmethod

@@ -11,6 +11,7 @@ import numpy as np
 from vllm_pega_connector import compat
 from vllm_pega_connector.config import PegaConfig
 from vllm_pega_connector.decisions import DecisionLog, size, startup_block
+from vllm_pega_connector.faults import NO_FAULTS, Faults
 from vllm_pega_connector.guard import log_limited, logger, take_faults
 from vllm_pega_connector.layout import group_runs, layout_identity
 from vllm_pega_connector.messages import PegaHandshake, PegaMetadata, PegaWorkerMetadata, Rank, TransferJob
@@ -20,10 +21,11 @@ from vllm_pega_connector.pool_size import pool_bytes
 
 
 class PegaWorker:
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: PegaConfig) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: PegaConfig, faults: Faults = NO_FAULTS) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
+        self._faults = faults
         self._rank: Rank = (0, 0)
         self._engine: Any = None
         self._pool: Any = None
@@ -84,8 +86,9 @@ class PegaWorker:
         device.register_pool(self._pool)
         self._stream = device.current_stream
         profile = _native.DeviceProfile(load_profile(self._config.device_profile, device.gpu_name))
-        self._engine = _native.TransferEngine(
-            device.native,
+        native_device = self._faults.device(device.native, self._rank)
+        engine = _native.TransferEngine(
+            native_device,
             self._pool,
             layouts,
             group_classes,
@@ -94,6 +97,7 @@ class PegaWorker:
             self._config.load_policy.to_native(),
             self._config.save_policy.to_native(),
         )
+        self._engine = self._faults.engine(engine, native_device, self._rank)
         self._handshake = PegaHandshake(
             tuple(slots),
             tuple(classes),

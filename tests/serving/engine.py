@@ -159,9 +159,10 @@ class Engine:
         self.scheduler = core.scheduler
         self.block_pool = self.scheduler.kv_cache_manager.block_pool
         self.connector = self.scheduler.connector
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        self.worker_connector = get_kv_transfer_group()
+        # With several ranks the workers are in processes of their own.
+        self.worker_connector = get_kv_transfer_group() if has_kv_transfer_group() else None
         self.requests: dict[str, Running] = {}
         self._count = 0
         if poison:
@@ -248,11 +249,14 @@ class Engine:
         }  # fmt: skip
         assert counts["free"] + counts["ready"] == counts["total"]
         assert self.block_pool.get_num_free_blocks() == self.scheduler.kv_cache_config.num_blocks - 1
-        worker = self.worker_connector._worker
-        assert worker._engine.pending == 0 and not worker._loads
+        self.assert_workers_idle()
         from vllm_pega_connector import guard
 
         assert guard.faults == 0, "an exception was swallowed; see the log"
+
+    def assert_workers_idle(self) -> None:
+        worker = self.worker_connector._worker
+        assert worker._engine.pending == 0 and not worker._loads
 
 
 class Watch:
