@@ -24,12 +24,13 @@ from typing import Any
 import msgspec
 
 from tests.soak import operations as ops
+from tests.soak.process import fair_seconds
 from tests.soak.shrink import shrink
 from tests.support.line_process import LineProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".cache" / "soak"
-SILENT_S = 400.0  # between two checks: several requests at their deadlines, an engine's start
+SILENT_S = 300.0  # between two checks: several requests at their deadlines, an engine's start
 FAULT_RATE = 0.02  # of what passes between worker and native engine
 
 
@@ -61,11 +62,14 @@ def live(job: dict[str, Any], faults: str, report: Any, silent_s: float = SILENT
         said: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=_listen, args=(process, said), daemon=True).start()
         end = End()
+        heard = fair_seconds(process.process.pid)
         try:
             while True:
                 try:
-                    what = said.get(timeout=silent_s)
+                    what = said.get(timeout=5)
                 except queue.Empty:
+                    if fair_seconds(process.process.pid) - heard < silent_s:
+                        continue
                     process.process.send_signal(signal.SIGUSR1)  # says on standard error where each thread is
                     time.sleep(2)
                     end.kind, end.why = "hang", f"nothing for {silent_s:g} s; standard error says where"
@@ -74,6 +78,7 @@ def live(job: dict[str, Any], faults: str, report: Any, silent_s: float = SILENT
                     status = process.process.wait()
                     end.kind, end.why = "crash", f"the process ended with {status}; standard error says why"
                     return end
+                heard = fair_seconds(process.process.pid)
                 if "over" in what:
                     return end
                 if "failed" in what:
