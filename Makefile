@@ -10,7 +10,7 @@ RELEASE_READY := .venv/.release-ready
 MATRIX := 0.27.1 0.29.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native test test-matrix soak lint demo bench docs dist clean
+.PHONY: help setup native test test-matrix soak fuzz lint demo bench docs dist clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ test-matrix: setup $(MATRIX:%=.venv-%/.native-ready)  ## The same connector unde
 
 soak: setup  ## Random traffic on real vLLM, with faults: make soak MINUTES=30 [SEED=7]
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
+
+fuzz: setup  ## Bytes from outside, guided by what they execute: make fuzz SECONDS=300
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),120)
 
 lint: $(TOOLS_READY)  ## Check style and types: ruff, mypy, clang-format
 	$(BIN)/ruff check .
