@@ -10,7 +10,7 @@ RELEASE_READY := .venv/.release-ready
 MATRIX := 0.27.1 0.29.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native test test-matrix soak fuzz lint demo bench docs dist clean
+.PHONY: help setup native test coverage test-matrix soak fuzz lint demo bench docs dist clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,9 +37,23 @@ native: $(TOOLS_READY)  ## Rebuild the native engine and install it into .venv
 	@scripts/setup.sh native
 	@touch $(NATIVE_READY)
 
-# The tests run even when a linter complains: one run shows both. pytest's closing line comes last.
+# What runs in this process for the most part, and is therefore counted by every `make test`.
+COUNTED := tests/unit tests/native tests/fuzz
+
+# The tests run even when a linter complains: one run shows all. pytest's closing line comes last.
 test: setup  ## Run everything that needs no GPU, as CI does (GPU tests are skipped where there is none)
-	@lint=0; $(MAKE) --no-print-directory lint || lint=$$?; $(BIN)/python -m pytest -rs && exit $$lint
+	@failed=0; $(MAKE) --no-print-directory lint || failed=1; \
+	scripts/coverage.sh build && scripts/coverage.sh clear && \
+	scripts/coverage.sh run pytest -rs $(COUNTED) || failed=1; \
+	scripts/coverage.sh totals || failed=1; \
+	$(BIN)/python -m pytest -rs $(COUNTED:%=--ignore=%) || failed=1; \
+	exit $$failed
+
+coverage: setup  ## Which lines of Python and C++ all tests run, child processes included; fails below 90 %
+	scripts/coverage.sh build
+	scripts/coverage.sh clear
+	scripts/coverage.sh run pytest -q
+	scripts/coverage.sh report 90
 
 # What a version of vLLM can break: unit tests drive its scheduler, serving tests the whole of it.
 test-matrix: setup $(MATRIX:%=.venv-%/.native-ready)  ## The same connector under other versions of vLLM, each in its own .venv-<version>

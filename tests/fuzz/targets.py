@@ -106,23 +106,27 @@ def engine_says(data: bytes) -> None:
     stream(protocol.to_agent_decoder, data)
 
 
+@cache
+def folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="pega-fuzz")
+
+
 def profile_json(data: bytes) -> None:
     """A profile's file. One that is accepted must decide everything, and be written and read back as it was."""
-    with tempfile.TemporaryDirectory(prefix="pega-fuzz") as folder:
-        file = Path(folder) / "p.json"
-        file.write_bytes(data)
-        try:
-            found = profile.read_profile(file)
-        except ConfigError:
-            return
-        native = _native.DeviceProfile(found)
-        for direction in ("load", "save"):
-            for ranges, size in ((1, 1), (16384, 4096), (3, 1 << 30)):
-                shape = _native.TransferShape(direction, ranges, ranges * size, size, size)
-                for objective in ("throughput", "balanced", "tail", "strict"):
-                    assert _native.decide(shape, native, objective, _native.Policy()).reason
-        profile.write_profile(found, file)
-        assert profile.read_profile(file) == found
+    file = Path(folder().name) / "p.json"
+    file.write_bytes(data)
+    try:
+        found = profile.read_profile(file)
+    except ConfigError:
+        return
+    native = _native.DeviceProfile(found)
+    for direction in ("load", "save"):
+        for ranges, size in ((1, 1), (16384, 4096), (3, 1 << 30)):
+            shape = _native.TransferShape(direction, ranges, ranges * size, size, size)
+            for objective in ("throughput", "balanced", "tail", "strict"):
+                assert _native.decide(shape, native, objective, _native.Policy()).reason
+    profile.write_profile(found, file)
+    assert profile.read_profile(file) == found
 
 
 def settings(data: bytes) -> None:
@@ -161,14 +165,13 @@ def address(data: bytes) -> None:
 
 
 def model_config(data: bytes) -> None:
-    with tempfile.TemporaryDirectory(prefix="pega-fuzz") as folder:
-        file = Path(folder) / "config.json"
-        file.write_bytes(data)
-        with contextlib.suppress(ConfigError):
-            found = model_shape.read_model_config(str(file))
-            for layout in ("vllm", "split", "block"):
-                shape = model_shape.block_shape(found, 16, 2, "auto", layout)
-                assert shape.fragments > 0 and shape.fragment_bytes > 0
+    file = Path(folder().name) / "config.json"
+    file.write_bytes(data)
+    with contextlib.suppress(ConfigError):
+        found = model_shape.read_model_config(str(file))
+        for layout in ("vllm", "split", "block"):
+            shape = model_shape.block_shape(found, 16, 2, "auto", layout)
+            assert shape.fragments > 0 and shape.fragment_bytes > 0
 
 
 def metrics_page(data: bytes) -> None:

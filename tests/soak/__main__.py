@@ -79,6 +79,8 @@ def live(job: dict[str, Any], faults: str, report: Any, silent_s: float = SILENT
                     end.kind, end.why = "crash", f"the process ended with {status}; standard error says why"
                     return end
                 heard = fair_seconds(process.process.pid)
+                if "waits" in what:
+                    continue
                 if "over" in what:
                     return end
                 if "failed" in what:
