@@ -51,7 +51,9 @@ def test_seeds_are_read_and_their_mutations_do_no_harm(name: str) -> None:
     for data in [*known, b"", b"\0"]:
         target(data)
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+    )  # fmt: skip
     @given(st.data())
     def mutate(data: st.DataObject) -> None:
         target(edited(data.draw, data.draw(st.sampled_from(known))))
