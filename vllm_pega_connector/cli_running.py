@@ -51,7 +51,7 @@ def run(url: str, profile_name: str, as_json: bool) -> int:
             file=sys.stderr,
         )
         return 1
-    answers = [_answer(engine, profile_name) for engine in engines]
+    answers = _answers(engines, profile_name)
     if as_json:
         print(json.dumps({"url": url, "engines": answers}, indent=2))
     else:
@@ -101,6 +101,19 @@ def _read(text: str) -> list[Engine]:
         key = (sample.name.removeprefix(PREFIX), *labels)
         engine.sums[key] += sample.value
     return [found[name] for name in sorted(found)]
+
+
+def _answers(engines: list[Engine], profile_name: str) -> list[dict[str, Any]]:
+    """Raises ConfigError."""
+    try:
+        return [_answer(engine, profile_name) for engine in engines]
+    except ConfigError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        # The page may come from anything: numbers that are none, labels of another version.
+        raise ConfigError(
+            [f"--from-metrics: the {PREFIX}* metrics are not those of this version's connector ({error})"]
+        ) from None
 
 
 def _answer(engine: Engine, profile_name: str) -> dict[str, Any]:

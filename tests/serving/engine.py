@@ -82,16 +82,21 @@ class Reference:
     The process starts with the first prompt that is not known yet, and ends with its standard input.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, keep: bool = True) -> None:
         import vllm
 
         self._model = model
+        self._keep = keep
         self._file = CACHE / f"{Path(self._model).name}-{vllm.__version__}.json"
-        self._known: dict[str, list[int]] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self._known: dict[str, list[int]] = {}
+        if keep and self._file.exists():
+            self._known = json.loads(self._file.read_text())
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(self, asks: Sequence[Ask]) -> dict[str, list[int]]:
-        missing = {a.key: (a.prompt, a.tokens) for a in asks if a.key not in self._known}
+        missing = {a.key: (a.prompt, a.tokens, None) for a in asks if a.key not in self._known}
+        if not self._keep:
+            return self._compute(missing)
         if missing:
             self._known |= self._compute(missing)
             CACHE.mkdir(parents=True, exist_ok=True)
@@ -100,7 +105,11 @@ class Reference:
             scratch.rename(self._file)
         return {a.key: self._known[a.key] for a in asks}
 
-    def _compute(self, missing: dict[str, tuple[tuple[int, ...], int]]) -> dict[str, list[int]]:
+    def likely(self, prompt: tuple[int, ...]) -> dict[int, float]:
+        """Log-probabilities of the five likeliest next tokens."""
+        return {int(token): value for token, value in self._compute({"likely": (prompt, 1, 5)})["likely"].items()}
+
+    def _compute(self, missing: dict[str, tuple[tuple[int, ...], int, int | None]]) -> dict[str, Any]:
         if self._process is None:
             read, write = os.pipe()
             path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -303,12 +312,19 @@ def _reference_main(model: str, answers: str) -> None:
         for line in sys.stdin:
             asks = json.loads(line)
             outputs = llm.generate(
-                [{"prompt_token_ids": prompt} for prompt, _ in asks.values()],
-                [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True) for _, tokens in asks.values()],
+                [{"prompt_token_ids": prompt} for prompt, _, _ in asks.values()],
+                [
+                    SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=likely)
+                    for _, tokens, likely in asks.values()
+                ],
                 use_tqdm=False,
             )
-            tokens = {k: list(o.outputs[0].token_ids) for k, o in zip(asks, outputs, strict=True)}
-            out.write(json.dumps(tokens) + "\n")
+            answers_now: dict[str, Any] = {}
+            for key, output in zip(asks, outputs, strict=True):
+                found = output.outputs[0]
+                first = found.logprobs and {token: value.logprob for token, value in found.logprobs[0].items()}
+                answers_now[key] = first or list(found.token_ids)
+            out.write(json.dumps(answers_now) + "\n")
             out.flush()
 
 

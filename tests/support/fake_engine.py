@@ -203,8 +203,9 @@ class FakeEngine:
     def in_transfer(self) -> bool:
         """Whether blocks are in use by what vLLM cannot preempt: steps in flight, and transfers of any kind."""
         counts = self.pega.counts()
+        loading = any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.requests.values())
         return bool(
-            self.queue or self.scheduler.deferred_frees or self.scheduler.kv_holding_waiting
+            self.queue or self.scheduler.deferred_frees or getattr(self.scheduler, "kv_holding_waiting", loading)
             or (self.rival is not None and self.rival.loads) or counts["held_blocks"] or counts["jobs"]
         )  # fmt: skip
 

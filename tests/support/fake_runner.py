@@ -17,7 +17,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 from tests.support.fake_setup import Setup
 from tests.support.fake_transfers import VOCAB, FakeTransfers, TokenSequence, Violation, mix
-from vllm_pega_connector import PegaConnector
+from vllm_pega_connector import PegaConnector, compat
 from vllm_pega_connector.messages import PegaWorkerMetadata
 
 
@@ -39,11 +39,14 @@ class Rank:
 
     def collect(self, finished: set[str], rng: random.Random) -> KVConnectorOutput:
         """The worker's hooks after a step, in vLLM's order."""
-        results = self.connector.get_transfer_results(finished)
+        ended: dict[str, set[str] | None] = {}
+        if compat.can_fail_whole():
+            results = self.connector.get_transfer_results(finished)
+            ended["finished_recving"], ended["failed_recving"] = results.finished_recving, results.failed_recving
+        else:
+            _, ended["finished_recving"] = self.connector.get_finished(finished)
         output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
+            **ended,
             invalid_block_ids=self.connector.get_block_ids_with_load_errors(),
             kv_connector_stats=self.connector.get_kv_connector_stats(),
             kv_connector_worker_meta=self.connector.build_connector_worker_meta(),

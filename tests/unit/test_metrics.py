@@ -77,7 +77,7 @@ def test_ranks_add_up() -> None:
     assert len(total.data["transfers"]) == 2  # each rank moved its own bytes
     assert (total.data["blocks"], total.data["drops"]) == ({"save": 4}, {"pool_full": 3})
     assert total.data["pool"] == {"free": 3, "total": 8} and total.data["info"] == {"profile": "host"}
-    crossed = PegaStats(data=json.loads(json.dumps(total.to_dict())))  # plain data: it crosses processes
+    crossed = PegaStats(data=json.loads(json.dumps(total.data)))  # plain data: it crosses processes
     assert crossed.reduce() == total.reduce()
 
 
