@@ -17,7 +17,7 @@ PATH="$PWD/.venv/bin:$PATH"
 
 build() {
   # Whole folders as one unit: the bindings' headers take longer than the code.
-  cmake -S . -B $BUILD -G Ninja -DPEGA_COVERAGE=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_UNITY_BUILD=ON \
+  cmake -S . -B $BUILD -G Ninja -DPEGA_COVERAGE=ON -DPEGA_FAULTS=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_UNITY_BUILD=ON \
     -DCMAKE_UNITY_BUILD_BATCH_SIZE=12 -DPython_EXECUTABLE="$PWD/$PYTHON" >$BUILD.log 2>&1 &&
     cmake --build $BUILD -j2 >>$BUILD.log 2>&1 || { tail -n 30 $BUILD.log; exit 1; }
 }

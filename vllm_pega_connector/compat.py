@@ -94,8 +94,11 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> Support:
                 "(recurrent state cannot be restored at every block)"
             )
     sizes = sorted({group.kv_cache_spec.block_size for group in groups})
-    if len(sizes) > 1 or getattr(vllm_config.cache_config, "prefix_match_unit", None) not in (None, sizes[0]):
+    if len(sizes) > 1:
         return Support(f"cache groups with blocks of different sizes ({sizes} tokens) are not supported")
+    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    if unit not in (None, sizes[0]):
+        return Support(f"prefix_match_unit={unit} is not supported: blocks of {sizes[0]} tokens are what has keys here")
     return Support()
 
 

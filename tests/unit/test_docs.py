@@ -53,6 +53,13 @@ def test_every_key_in_a_table_of_keys_exists() -> None:
     assert not set(found) - KEYS
 
 
+def test_every_test_that_is_named_exists() -> None:
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", EVERYTHING))
+    assert len(named) > 20
+    gone = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
+    assert not gone
+
+
 def test_every_variable_exists() -> None:
     named = set(re.findall(r"VLLM_PEGA_[A-Z_]+(?![A-Z_<*])", EVERYTHING)) - {"VLLM_PEGA_"}
     assert len(named) > 5
