@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import tempfile
@@ -41,20 +42,23 @@ def pools() -> Pools:
     shared = [protocol.Pool(pool.data_fd, pool.table_fd, [(4096, 8)])]
     spec = protocol.Spec(
         pools=shared, slot_class=0, key_bytes=KEY, slots=8, fingerprint=FINGERPRINT, listen_host="", listen_port=0,
-        data_host="", allow_sources=[], token=None, transport="tcp", timeout_s=1.0, verify=False,
+        data_host="", allow_sources=[], token=None, transport="tcp", timeout_s=1.0, verify=False, same_host=False,
     )  # fmt: skip
     return Pools(spec)
 
 
 @cache
 def server() -> Server:
-    return Server(pools(), FINGERPRINT, data_port=1)
+    return Server(pools(), FINGERPRINT, data_port=1, door=None)
 
 
 @cache
 def puller() -> Puller:
-    nothing: Any = None
-    return Puller(pools(), nothing, nothing, nothing, FINGERPRINT, verify=False)
+    async def made() -> Puller:
+        nothing: Any = None
+        return Puller(pools(), nothing, nothing, nothing, FINGERPRINT, verify=False, same_host=False)
+
+    return asyncio.run(made())
 
 
 def peer_request(data: bytes) -> None:
