@@ -198,11 +198,14 @@ class Engine:
     def add(self, ask: Ask) -> str:
         from vllm import SamplingParams
 
+        extra = {"kv_transfer_params": {"pega": dict(ask.pega)}} if ask.pega else None
+        return self.track(ask, SamplingParams(temperature=0, max_tokens=ask.tokens, ignore_eos=True, extra_args=extra))
+
+    def track(self, ask: Ask, params: Any, **request: Any) -> str:
+        """Adds a request with sampling parameters and whatever else of its own."""
         self._count += 1
         request_id = f"r{self._count}"
-        extra = {"kv_transfer_params": {"pega": dict(ask.pega)}} if ask.pega else None
-        params = SamplingParams(temperature=0, max_tokens=ask.tokens, ignore_eos=True, extra_args=extra)
-        self.engine.add_request(request_id, {"prompt_token_ids": list(ask.prompt)}, params)
+        self.engine.add_request(request_id, {"prompt_token_ids": list(ask.prompt)}, params, **request)
         self.requests[request_id] = Running(ask)
         return request_id
 

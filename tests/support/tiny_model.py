@@ -14,7 +14,9 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 VOCAB = 1024  # token 0 is <unk>, the others are words of two syllables
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "models"
@@ -62,8 +64,18 @@ def make_tiny_model(
             "and heads of kv_heads; for example hidden=128, heads=4, kv_heads=2"
         )
     shape = {"seed": seed, "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
-    recipe = json.dumps({**shape, "max_length": max_length, "maker": Path(__file__).read_text()}, sort_keys=True)
-    digest = hashlib.sha256(recipe.encode()).hexdigest()
+    recipe = {**shape, "max_length": max_length, "maker": Path(__file__).read_text()}
+
+    def write(scratch: Path) -> None:
+        _write_model(scratch, max_length=max_length, **shape)
+        write_tokenizer(scratch, max_length)
+
+    return made_once(recipe, write, path)
+
+
+def made_once(recipe: dict[str, Any], write: Callable[[Path], None], path: str | Path | None = None) -> Path:
+    """The directory that `write` fills, made unless it is there from the same recipe."""
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
     target = Path(path) if path is not None else CACHE / digest[:16]
     stamp = target / "recipe.sha256"
     if stamp.exists() and stamp.read_text() == digest:
@@ -73,8 +85,7 @@ def make_tiny_model(
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".tiny-", dir=target.parent))
     try:
-        _write_model(scratch, max_length=max_length, **shape)
-        _write_tokenizer(scratch, max_length)
+        write(scratch)
         (scratch / stamp.name).write_text(digest)
         scratch.chmod(0o755)
         if target.exists():
@@ -127,7 +138,7 @@ def _write_model(
     model.save_pretrained(path, safe_serialization=True)
 
 
-def _write_tokenizer(path: Path, max_length: int) -> None:
+def write_tokenizer(path: Path, max_length: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
