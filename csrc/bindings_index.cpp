@@ -52,6 +52,7 @@ void bind_index(nb::module_& m) {
   nb::class_<SlotIndex>(m, "SlotIndex")
       .def(nb::init<const std::vector<uint32_t>&, std::vector<uint32_t>, uint32_t>(),
            nb::arg("slots_per_class"), nb::arg("group_classes"), nb::arg("key_bytes") = 32)
+      .def_prop_ro_static("NO_SLOT", [](nb::handle) { return SlotIndex::kNoSlot; })
       .def(
           "match_and_pin",
           [](SlotIndex& self, uint64_t group, nb::handle joined, size_t start) {

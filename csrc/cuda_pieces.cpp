@@ -25,7 +25,7 @@ Piece* cut(const Range& range, const CudaHostMemory& host_memory, uint64_t large
     if (!region) return nullptr;
     const uint64_t bytes = std::min({range.bytes - done, largest, region->host + region->bytes - host});
     const uint64_t mapped = host - region->host + region->device - host_memory.base();
-    *out++ = {range.device + done, (kStaged ? staged + done : mapped) | (bytes - 1) << 48};
+    *out++ = {range.device + done, pack(kStaged ? staged + done : mapped, bytes)};
     done += bytes;
   }
   return out;
@@ -62,7 +62,7 @@ PieceList list(const Chunk& chunk, const CudaHostMemory& host_memory, Piece* out
     }
     run_end = host + bytes;
     if (bytes - 1 < largest && host - region < region_bytes && run_end - region <= region_bytes) {
-      *out++ = {range->device, (kStaged ? staged : host + to_offset) | (bytes - 1) << 48};
+      *out++ = {range->device, pack(kStaged ? staged : host + to_offset, bytes)};
     } else {
       out = cut<kStaged>(*range, host_memory, largest, staged, out);
       if (!out) {
@@ -93,7 +93,9 @@ PieceList list_staged_pieces(const Chunk& chunk, const CudaHostMemory& host_memo
 
 void prepare_pieces(const std::vector<Range>& ranges, const CudaHostMemory& host_memory, Prepared* prepared) {
   prepared->clear();
-  const CudaHostMemory::Region* region = ranges.empty() ? nullptr : host_memory.find(ranges[0].host);
+  const auto is_one_piece = [](const Range& range) { return range.bytes - 1 < kMinPieceBytes; };
+  if (ranges.empty() || !is_one_piece(ranges[0])) return;  // nearly always they are alike
+  const CudaHostMemory::Region* region = host_memory.find(ranges[0].host);
   if (!region) return;
   const uint64_t to_offset = region->device - region->host - host_memory.base();
   uint64_t misalignment = 0, run_end = 0;
@@ -101,8 +103,7 @@ void prepare_pieces(const std::vector<Range>& ranges, const CudaHostMemory& host
   uint64_t* word = prepared->words.data();
   for (const Range& range : ranges) {
     const uint64_t end = range.host + range.bytes;
-    if (range.bytes - 1 >= kMinPieceBytes || range.host < region->host ||
-        end > region->host + region->bytes) {
+    if (!is_one_piece(range) || range.host < region->host || end > region->host + region->bytes) {
       prepared->clear();
       return;
     }
@@ -110,7 +111,7 @@ void prepare_pieces(const std::vector<Range>& ranges, const CudaHostMemory& host
     run_end = end;
     misalignment |= range.device | range.host | range.bytes;
     *word++ = range.device;
-    *word++ = (range.host + to_offset) | (range.bytes - 1) << 48;
+    *word++ = pack(range.host + to_offset, range.bytes);
   }
   prepared->aligned = (misalignment & 15) == 0;
 }
@@ -131,7 +132,7 @@ bool copy_prepared(const Chunk& chunk, const CudaHostMemory& host_memory, bool s
     *run = {chunk.ranges[0].host, chunk.bytes, place_run(0, chunk.ranges[0].host)};
     list->runs = 1;
     list->staged_bytes = run->offset + run->bytes;
-    list->base = run->offset - (words[1] & ((uint64_t{1} << 48) - 1));  // from the stage's start
+    list->base = run->offset - offset_of(words[1]);  // from the stage's start
   }
   return true;
 }

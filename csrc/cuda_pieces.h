@@ -15,6 +15,9 @@ struct alignas(16) Piece {
   uint64_t host;  // bits 0-47: offset from the base address given to the launch; bits 48-63: bytes - 1
 };
 
+constexpr uint64_t pack(uint64_t offset, uint64_t bytes) { return offset | (bytes - 1) << 48; }
+constexpr uint64_t offset_of(uint64_t packed) { return packed & ((uint64_t{1} << 48) - 1); }
+
 inline constexpr uint32_t kMaxPieceBytes = 64 << 10;  // the format's limit
 // Pieces never shrink below this to spread a range over more warps: one warp has 8 KiB in flight.
 inline constexpr uint32_t kMinPieceBytes = 8 << 10;

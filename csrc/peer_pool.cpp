@@ -18,34 +18,34 @@
 namespace pega {
 namespace {
 
-constexpr uint64_t kPieceBytes = 1 << 20;
+constexpr uint64_t kPartBytes = 1 << 20;
 // Below this a second thread takes longer to start than it saves.
 constexpr uint64_t kThreadBytes = 8 << 20;
 
-struct Piece {
+struct Part {
   uint64_t from;
   uint8_t* to;
   uint64_t bytes;
 };
 
-bool read_piece(int fd, Piece piece) {
-  while (piece.bytes != 0) {
-    const ssize_t got = pread(fd, piece.to, piece.bytes, static_cast<off_t>(piece.from));
+bool read_part(int fd, Part part) {
+  while (part.bytes != 0) {
+    const ssize_t got = pread(fd, part.to, part.bytes, static_cast<off_t>(part.from));
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) return false;
-    piece.from += got;
-    piece.to += got;
-    piece.bytes -= got;
+    part.from += got;
+    part.to += got;
+    part.bytes -= got;
   }
   return true;
 }
 
-// Slots that follow each other on both sides are one range, cut into pieces.
-void add(std::vector<Piece>& pieces, uint64_t from, uint8_t* to, uint64_t bytes) {
-  if (!pieces.empty()) {
-    Piece& last = pieces.back();
+// Slots that follow each other on both sides are one range, cut into parts.
+void add(std::vector<Part>& parts, uint64_t from, uint8_t* to, uint64_t bytes) {
+  if (!parts.empty()) {
+    Part& last = parts.back();
     if (last.from + last.bytes == from && last.to + last.bytes == to) {
-      const uint64_t more = std::min(bytes, kPieceBytes - last.bytes);
+      const uint64_t more = std::min(bytes, kPartBytes - last.bytes);
       last.bytes += more;
       from += more;
       to += more;
@@ -53,8 +53,8 @@ void add(std::vector<Piece>& pieces, uint64_t from, uint8_t* to, uint64_t bytes)
     }
   }
   for (; bytes != 0;) {
-    const uint64_t n = std::min(bytes, kPieceBytes);
-    pieces.push_back({from, to, n});
+    const uint64_t n = std::min(bytes, kPartBytes);
+    parts.push_back({from, to, n});
     from += n;
     to += n;
     bytes -= n;
@@ -84,7 +84,7 @@ PeerPool::~PeerPool() { ::close(fd_); }
 
 bool PeerPool::read(const uint32_t* theirs, HostPool& to, uint32_t slot_class, const uint32_t* ours, size_t n,
                     unsigned threads) const {
-  std::vector<Piece> pieces;
+  std::vector<Part> parts;
   for (size_t i = 0; i < n; ++i) {
     if (theirs[i] >= slots_)
       throw std::invalid_argument("peer's pool: slot " + std::to_string(theirs[i]) + "; it has " +
@@ -95,13 +95,13 @@ bool PeerPool::read(const uint32_t* theirs, HostPool& to, uint32_t slot_class, c
     throw std::invalid_argument("peer's pool: its slots have " + std::to_string(slot_bytes_) +
                                 " bytes, ours " + std::to_string(to.classes()[slot_class].slot_bytes));
   for (size_t i = 0; i < n; ++i)
-    add(pieces, offset_ + theirs[i] * slot_bytes_, to.slot(slot_class, ours[i]), slot_bytes_);
+    add(parts, offset_ + theirs[i] * slot_bytes_, to.slot(slot_class, ours[i]), slot_bytes_);
 
   std::atomic<size_t> next{0};
   std::atomic<bool> good{true};
   const auto work = [&] {
-    for (size_t i; good && (i = next++) < pieces.size();)
-      if (!read_piece(fd_, pieces[i])) good = false;
+    for (size_t i; good && (i = next++) < parts.size();)
+      if (!read_part(fd_, parts[i])) good = false;
   };
   std::vector<std::thread> helpers;
   const uint64_t useful = std::max<uint64_t>(1, n * slot_bytes_ / kThreadBytes);

@@ -324,6 +324,7 @@ class SlotIndex:
     `slots_per_class[c]` slots of class c; `group_classes[g]` is the class of group g. Keys of different groups
     never meet. Joined hashes: n keys of `key_bytes` each, concatenated.
     """
+    NO_SLOT: int  # what `reserve` answers for a key that is present or has no room
     def __init__(self, slots_per_class: Sequence[int], group_classes: Sequence[int], key_bytes: int = 32) -> None: ...
     def match_and_pin(self, group: int, joined: bytes, start: int = 0) -> bytes:
         """uint32 slots of the longest ready run of keys from index `start` on; each is pinned and made recent."""

@@ -35,7 +35,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "fill pool": _TRIGGER,
     "kill agent": _TRIGGER,
 }
-NO_SLOT = b"\xff\xff\xff\xff"  # what SlotIndex.reserve answers when there is no room
 
 
 @dataclass(frozen=True)
@@ -308,7 +307,8 @@ class FaultyIndex(_Wrapper):
 
     def reserve(self, group: int, keys: bytes, *near: int) -> bytes:
         if any([t.fires() for t in self._full]):
-            return NO_SLOT * (len(keys) // self._key_bytes)
+            none: int = self._wrapped.NO_SLOT
+            return none.to_bytes(4, "little") * (len(keys) // self._key_bytes)
         slots: bytes = self._wrapped.reserve(group, keys, *near)
         return slots
 

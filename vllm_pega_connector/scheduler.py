@@ -302,12 +302,12 @@ class PegaScheduler:
         """What was dropped, failed or evicted since the last call, and the pool as it stands. vLLM asks every step."""
         if self._shared.index is None:
             return None
-        evictions, slots, faults = self._shared.index.evictions, self._slots(), take_faults()
+        slots, faults = self._slots(), take_faults()
         migrations = self._migration.take_stats() if self._migration is not None else None
         lost = not (dict.__eq__(self.drops, self._told_drops) and dict.__eq__(self.load_failures, self._told_failures))
         if not (faults or migrations or lost or self._moved or slots != self._told_pool):
             return None  # an eviction changes `slots` or comes with a move
-        stats = PegaStats.empty()
+        stats, evictions = PegaStats.empty(), self._shared.index.evictions
         stats.data["faults"] = faults
         if lost:
             drops = self.drops - self._told_drops

@@ -18,10 +18,6 @@ from vllm_pega_connector.scheduler_state import GROUP, Job, RequestState, Shared
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-# What SlotIndex.reserve answers for a key that is present or has no room.
-_NO_SLOT = 0xFFFFFFFF
-NO_SLOT = _NO_SLOT.to_bytes(4, "little")
-
 # Blocks that a decoding request fills before they are saved together: a quarter of the work and of the jobs, for at
 # most this many blocks lost to a preemption. Prompts do not wait, and what is over does not either.
 DECODE_BLOCKS = 4
@@ -126,7 +122,8 @@ class Saves:
             return
         mine = hashes[first:end]
         keys = b"".join(mine)
-        absent = self._shared.index.contains(group, keys).count(0)
+        present = self._shared.index.contains(group, keys)
+        absent = present.count(0)
         if not absent:  # as after a load
             state.saved[group] = end
             return
@@ -142,7 +139,7 @@ class Saves:
         ):
             state.saved[group] = end  # nearly always: all of them
         else:
-            wanted = self._wanted(group, mine, blocks, in_window - first if not finished else 0)
+            wanted = self._wanted(group, mine, blocks, present, 0 if finished else in_window - first)
             state.saved[group] = end if len(wanted) <= room else first + wanted[room]
             wanted = wanted[:room]
             if not wanted:
@@ -167,9 +164,10 @@ class Saves:
             tokens = min(tokens, state.request.num_prompt_tokens)
         return tokens // self._shared.block_size
 
-    def _wanted(self, group: int, keys: list[bytes], blocks: list[KVCacheBlock], in_window: int) -> list[int]:
+    def _wanted(
+        self, group: int, keys: list[bytes], blocks: list[KVCacheBlock], present: bytes, in_window: int
+    ) -> list[int]:
         """Which of these blocks can and should be saved. Those before `in_window` the request may have given back."""
-        present = self._shared.index.contains(group, b"".join(keys))
         suffix = self._suffixes[group]
         wanted = []
         for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
@@ -184,13 +182,14 @@ class Saves:
         """Moves a chunk of held blocks into this step's saves, as far as there are slots. Returns the last slot."""
         index, epoch = self._shared.index, self._shared.epoch
         slots, keys, blocks = index.reserve(chunk.group, chunk.keys, chunk.near), chunk.keys, chunk.blocks
-        if NO_SLOT in slots:  # perhaps: these bytes may also lie across two slots
+        none: int = index.NO_SLOT
+        if none.to_bytes(4, "little") in slots:  # perhaps: these bytes may also lie across two slots
             numbers = np.frombuffer(slots, np.uint32)
-            kept = np.flatnonzero(numbers != _NO_SLOT).tolist()
+            kept = np.flatnonzero(numbers != none).tolist()
             if len(kept) < len(blocks):
                 # Of those without a slot some are there already, others find no room.
                 self._shared.drops["pool_full"] += index.contains(chunk.group, keys).count(0)
-                self._shared.pool.free_blocks([block for i, block in enumerate(blocks) if numbers[i] == _NO_SLOT])
+                self._shared.pool.free_blocks([block for i, block in enumerate(blocks) if numbers[i] == none])
                 size = self._shared.key_bytes
                 keys = b"".join(keys[i * size : (i + 1) * size] for i in kept)
                 slots, blocks = numbers[kept].tobytes(), [blocks[i] for i in kept]

@@ -90,4 +90,4 @@ def started_target(source: VllmInstance) -> Iterator[Engine]:
     migration.take_stats = keep
     source.ask("ready")
     yield made
-    made.llm.llm_engine.engine_core.shutdown()
+    made.close()

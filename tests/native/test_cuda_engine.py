@@ -101,13 +101,13 @@ def test_any_call_may_fail(backend, result):
             if key:  # published: it must be the block's bytes
                 np.testing.assert_array_equal(blocks.slot(slot), blocks.block(before, block))
         assert (blocks.pool.slot_state(0, 0)[1] != b"") == (save.status == "done")
-        load = None
-        if save.status == "done":
-            load = blocks.run("load", LOADED, policy(backend))
-            if load.status == "done":
+        jobs = [save]
+        while jobs[-1].status == "done" and len(jobs) < 3:  # twice: how many calls one load makes depends on time
+            jobs.append(blocks.run("load", LOADED, policy(backend)))
+            if jobs[-1].status == "done":
                 for block, slot in LOADED:
                     np.testing.assert_array_equal(blocks.block(blocks.read(), block), blocks.block(before, slot))
-        for job in filter(None, (save, load)):
+        for job in jobs:
             ended[job.status] += 1
             assert job.status == "done" or fake.last_failed != ""
         still, slots = blocks.read(), [blocks.slot(slot).copy() for _, slot in SAVED]
@@ -127,4 +127,4 @@ def test_any_call_may_fail(backend, result):
         assert fake.live == 0
         if not reached:
             break
-    assert nth > 20 and ended["done"] > 5 and ended["failed"] > 10, (nth, ended)
+    assert nth > 20 and ended["done"] > 10 and ended["failed"] > 10, (nth, ended)

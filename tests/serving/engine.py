@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -133,6 +134,10 @@ def reference(model: str) -> Reference:
     return Reference(model)
 
 
+def prompt(seed: int, tokens: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(1, 1024), k=tokens))
+
+
 def references(asks: Sequence[Ask], model: str = "") -> dict[str, list[int]]:
     """Tokens of every ask from vLLM alone."""
     return reference(model or model_path())(asks)
@@ -146,6 +151,17 @@ class Running:
     aborted: bool = False
     external_tokens: int = 0
     params: dict[str, Any] | None = None  # what the connector gave out when it finished
+
+
+def same(runs: Sequence[Running], model: str = "") -> None:
+    """Every request has the tokens that vLLM alone gives: all of them, or those until it was aborted."""
+    expected = references([r.ask for r in runs], model)
+    for run in runs:
+        if run.aborted:
+            assert run.tokens == expected[run.ask.key][: len(run.tokens)]
+        else:
+            assert run.finished
+            assert run.tokens == expected[run.ask.key]
 
 
 class Engine:
@@ -174,8 +190,22 @@ class Engine:
         self.worker_connector = get_kv_transfer_group() if has_kv_transfer_group() else None
         self.requests: dict[str, Running] = {}
         self._count = 0
+        self.hit_tokens = 0  # that vLLM took from the host pool
+        self._count_hits()
         if poison:
             self._poison_new_blocks()
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+
+    def _count_hits(self) -> None:
+        after_alloc = self.connector.update_state_after_alloc
+
+        def update_state_after_alloc(request: Any, blocks: Any, tokens: int) -> None:
+            self.hit_tokens += tokens
+            after_alloc(request, blocks, tokens)
+
+        self.connector.update_state_after_alloc = update_state_after_alloc
 
     def _poison_new_blocks(self) -> None:
         tensors = list(self.worker_connector._worker._kv_caches.values())
@@ -282,25 +312,19 @@ class Watch:
 
     def __enter__(self) -> Watch:
         worker = self._engine.worker_connector._worker
-        scheduler = self._engine.scheduler
-        self._undo = (worker._stats.__class__.add_transfer, scheduler.connector.update_state_after_alloc)
-        add, after_alloc = self._undo
+        self._add = add = worker._stats.__class__.add_transfer
 
         def add_transfer(stats: Any, result: Any) -> None:
             self.transfers.append([result.direction, result.backend, result.status, result.bytes])
             add(stats, result)
 
-        def update_state_after_alloc(request: Any, blocks: Any, tokens: int) -> None:
-            self.hit_tokens += tokens
-            after_alloc(request, blocks, tokens)
-
         worker._stats.__class__.add_transfer = add_transfer
-        scheduler.connector.update_state_after_alloc = update_state_after_alloc
+        self._hits_before = self._engine.hit_tokens
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._engine.worker_connector._worker._stats.__class__.add_transfer = self._undo[0]
-        del self._engine.scheduler.connector.update_state_after_alloc
+        self._engine.worker_connector._worker._stats.__class__.add_transfer = self._add
+        self.hit_tokens = self._engine.hit_tokens - self._hits_before
         done = [t for t in self.transfers if t[2] == "done"]
         self.loads = sum(t[0] == "load" for t in done)
         self.saves = sum(t[0] == "save" for t in done)

@@ -72,17 +72,15 @@ class Reports:
     """What the ranks reported, when a job then counted as ended, and what came from the pool, between two moments."""
 
     def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._scheduler = engine.connector._scheduler
-        self._connector = engine.connector
         self.reports: list[Report] = []
         self.ended: dict[int, float] = {}
         self.directions: dict[int, str] = {}
         self.hit_tokens = 0
 
     def __enter__(self) -> Reports:
-        scheduler, connector = self._scheduler, self._connector
-        report, after_alloc = scheduler._report, connector.update_state_after_alloc
-        jobs = scheduler._shared.jobs
+        report, jobs = self._scheduler._report, self._scheduler._shared.jobs
 
         def reported(rank: Rank, job_id: int, error: str) -> None:
             self.reports.append(Report(time.monotonic(), rank, job_id, error))
@@ -93,16 +91,13 @@ class Reports:
                 if job_id not in jobs:
                     self.ended[job_id] = time.monotonic()
 
-        def update_state_after_alloc(request: Any, blocks: Any, tokens: int) -> None:
-            self.hit_tokens += tokens
-            after_alloc(request, blocks, tokens)
-
-        scheduler._report = reported
-        connector.update_state_after_alloc = update_state_after_alloc
+        self._scheduler._report = reported
+        self._hits_before = self._engine.hit_tokens
         return self
 
     def __exit__(self, *exc: object) -> None:
-        del self._scheduler._report, self._connector.update_state_after_alloc
+        del self._scheduler._report
+        self.hit_tokens = self._engine.hit_tokens - self._hits_before
 
     def of(self, job_id: int) -> list[Report]:
         return [r for r in self.reports if r.job_id == job_id]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from tests.serving.engine import BLOCK, Ask, Engine, Running, references
+from tests.serving.engine import BLOCK, Ask, Engine, prompt, references, same
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 
 GPU_BLOCKS = 64  # 2,048 tokens: a handful of prompts, so that requests get preempted
 HOST_BLOCKS = 400
@@ -29,20 +29,6 @@ def gib(blocks: int) -> float:
     return (blocks + 0.5) * BLOCK_BYTES / 2**30
 
 
-def prompt(seed: int, tokens: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(range(1, 1024), k=tokens))
-
-
-def same(runs: Sequence[Running]) -> None:
-    expected = references([r.ask for r in runs])
-    for run in runs:
-        if run.aborted:
-            assert run.tokens == expected[run.ask.key][: len(run.tokens)]
-        else:
-            assert run.finished
-            assert run.tokens == expected[run.ask.key]
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     made = Engine(
@@ -51,16 +37,7 @@ def engine() -> Iterator[Engine]:
         max_num_batched_tokens=256,
     )
     yield made
-    made.llm.llm_engine.engine_core.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def quiet(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "engine" in request.fixturenames:
-        made: Engine = request.getfixturevalue("engine")
-        made.assert_idle()
-        made.forget_all()
+    made.close()
 
 
 def test_cold_then_warm_after_the_gpu_cache_was_reset(engine: Engine) -> None:

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,22 +12,17 @@ pytest.importorskip("vllm")
 pytest.importorskip("mooncake.engine")
 
 from tests.migration.vllm_pair import ready
-from tests.serving.engine import BLOCK, Ask, Running, references
+from tests.serving.engine import BLOCK, Ask, prompt, references, same
 from tests.serving.faulty import FaultyEngine
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 
 LENGTHS = (70, 200, 330)
 PROMPT_BLOCKS = sum(n // BLOCK for n in LENGTHS)
 
 
 def asks(seed: int) -> list[Ask]:
-    return [Ask(tuple(random.Random(100 * seed + n).choices(range(1, 1024), k=n)), 10) for n in LENGTHS]
-
-
-def same(runs: Sequence[Running]) -> None:
-    expected = references([r.ask for r in runs])
-    assert [r.tokens for r in runs] == [expected[r.ask.key] for r in runs]
+    return [Ask(prompt(100 * seed + n, n), 10) for n in LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +42,7 @@ def engine() -> Iterator[FaultyEngine]:
         max_num_batched_tokens=256,
     )
     yield made
-    made.llm.llm_engine.engine_core.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def quiet(engine: FaultyEngine) -> Iterator[None]:
-    yield
-    engine.assert_idle()
-    engine.forget_all()
+    made.close()
 
 
 def drops(engine: FaultyEngine, reason: str) -> int:

@@ -84,7 +84,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, S
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint),
         )
         yield made, subscriber
-        made.llm.llm_engine.engine_core.shutdown()
+        made.close()
     subscriber.close()
 
 

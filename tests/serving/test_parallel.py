@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from tests.serving.engine import BLOCK, Ask, Running, references
+from tests.serving.engine import BLOCK, Ask, prompt, references, same
 from tests.serving.faulty import ParallelEngine, rank_state
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 
 RANKS = {(0, 0), (0, 1)}
 LENGTHS = (33, 100, 300)
@@ -22,13 +21,7 @@ PROMPT_BLOCKS = sum(n // BLOCK for n in LENGTHS)
 
 
 def asks(seed: int) -> list[Ask]:
-    return [Ask(tuple(random.Random(100 * seed + n).choices(range(1, 1024), k=n)), 10) for n in LENGTHS]
-
-
-def same(runs: Sequence[Running]) -> None:
-    """As vLLM alone says it, on one rank."""
-    expected = references([r.ask for r in runs])
-    assert [r.tokens for r in runs] == [expected[r.ask.key] for r in runs]
+    return [Ask(prompt(100 * seed + n, n), 10) for n in LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +36,7 @@ def engine() -> Iterator[ParallelEngine]:
         disable_log_stats=False,
     )
     yield made
-    made.llm.llm_engine.engine_core.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def quiet(engine: ParallelEngine) -> Iterator[None]:
-    yield
-    engine.assert_idle()
-    engine.forget_all()
+    made.close()
 
 
 def metric(engine: ParallelEngine, name: str, **labels: str) -> float:

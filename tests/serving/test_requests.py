@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from tests.serving.engine import BLOCK, COMMON, Ask, Engine, model_path, references
 from tests.support.tiny_adapter import adapter
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 
 PROMPT_TOKENS = 100
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK
@@ -123,14 +123,7 @@ def alone() -> dict[str, list[Any]]:
 def engine(alone: dict[str, list[Any]]) -> Iterator[Engine]:
     made = Engine({"host_pool_gib": 0.05}, **OPTIONS)
     yield made
-    made.llm.llm_engine.engine_core.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def quiet(engine: Engine) -> Iterator[None]:
-    yield
-    engine.assert_idle()
-    engine.forget_all()
+    made.close()
 
 
 def test_the_kinds_that_differ_have_different_answers(alone: dict[str, list[Any]]) -> None:

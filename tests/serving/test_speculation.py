@@ -23,7 +23,7 @@ def engine() -> Iterator[Engine]:
     )
     yield made
     made.assert_idle()
-    made.llm.llm_engine.engine_core.shutdown()
+    made.close()
 
 
 def test_rejected_drafts_are_never_stored(engine: Engine) -> None:

@@ -3,22 +3,17 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from tests.serving.engine import BLOCK, Ask, Engine, Running, references, windowed_model_path
+from tests.serving.engine import BLOCK, Ask, Engine, prompt, same, windowed_model_path
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 
 WINDOW = 70  # no whole number of blocks
-
-
-def prompt(seed: int, tokens: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(range(1, 1024), k=tokens))
 
 
 @pytest.fixture(scope="module", params=["sss", "sfs"])
@@ -35,21 +30,7 @@ def engine(model: str) -> Iterator[Engine]:
         max_num_batched_tokens=256,
     )
     yield made
-    made.llm.llm_engine.engine_core.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def quiet(engine: Engine) -> Iterator[None]:
-    yield
-    engine.assert_idle()
-    engine.forget_all()
-
-
-def same(model: str, runs: Sequence[Running]) -> None:
-    expected = references([r.ask for r in runs], model)
-    for run in runs:
-        assert run.tokens == expected[run.ask.key][: len(run.tokens)]
-        assert run.aborted or (run.finished and len(run.tokens) == run.ask.tokens)
+    made.close()
 
 
 def test_the_model_has_the_groups_that_this_is_about(engine: Engine, model: str) -> None:
@@ -60,11 +41,11 @@ def test_the_model_has_the_groups_that_this_is_about(engine: Engine, model: str)
 def test_cold_then_warm(engine: Engine, model: str) -> None:
     asks = [Ask(prompt(s, n), 40) for s, n in enumerate((33, 64, 100, 230, 500))]
     with engine.watch() as cold:
-        same(model, engine.run(asks))
+        same(engine.run(asks), model)
     assert cold.saves > 0 and cold.loads == 0
     engine.drop_gpu_cache()
     with engine.watch() as warm:
-        same(model, engine.run(asks))
+        same(engine.run(asks), model)
     assert warm.loads == len(asks)
     # The whole prompt but its last token, in whole blocks.
     assert warm.hit_tokens == sum((len(a.prompt) - 1) // BLOCK * BLOCK for a in asks)
@@ -83,7 +64,7 @@ def test_growing_conversation(engine: Engine, model: str) -> None:
     with engine.watch() as seen:
         for turn in range(4):
             (run,) = engine.run([Ask(history, 45)])
-            same(model, [run])
+            same([run], model)
             history = (*history, *run.tokens, *prompt(21 + turn, 30))
             engine.drop_gpu_cache()
     assert seen.loads == 3
@@ -91,11 +72,11 @@ def test_growing_conversation(engine: Engine, model: str) -> None:
 
 def test_local_hit_then_host_hit(engine: Engine, model: str) -> None:
     long = Ask(prompt(30, 400), 12)
-    same(model, engine.run([long]))
+    same(engine.run([long]), model)
     engine.drop_gpu_cache()
-    same(model, engine.run([Ask(long.prompt[:200], 1)]))
+    same(engine.run([Ask(long.prompt[:200], 1)]), model)
     with engine.watch() as seen:
-        same(model, engine.run([long]))
+        same(engine.run([long]), model)
     assert seen.loads == 1
 
 
@@ -103,7 +84,7 @@ def test_more_work_than_blocks_and_aborts(engine: Engine, model: str) -> None:
     asks = [Ask((*prompt(60, 96), *prompt(61 + i, 250)), 60) for i in range(8)]
     with engine.watch() as seen:
         for _ in range(2):
-            same(model, engine.run(asks))
+            same(engine.run(asks), model)
             engine.drop_gpu_cache()
         ids = [engine.add(a) for a in asks]
         for _ in range(4):
@@ -111,13 +92,13 @@ def test_more_work_than_blocks_and_aborts(engine: Engine, model: str) -> None:
         for victim in ids[::2]:
             engine.abort(victim)
         engine.finish()
-    same(model, [engine.requests[i] for i in ids])
+    same([engine.requests[i] for i in ids], model)
     assert seen.loads > 0 and seen.saves > 0
 
 
 def test_a_load_that_fails_is_computed_instead(engine: Engine, model: str) -> None:
     asks = [Ask(prompt(90 + i, 200), 20) for i in range(3)]
-    same(model, engine.run(asks))
+    same(engine.run(asks), model)
     engine.drop_gpu_cache()
     loads = engine.connector._scheduler._loads
     worker = engine.worker_connector._worker
@@ -132,11 +113,11 @@ def test_a_load_that_fails_is_computed_instead(engine: Engine, model: str) -> No
 
     worker._submit = refuse
     try:
-        same(model, engine.run(asks))
+        same(engine.run(asks), model)
     finally:
         del worker._submit
     assert len(failures) == len(asks) and loads._shared.load_failures["failed"] >= len(asks)
     engine.drop_gpu_cache()
     with engine.watch() as seen:
-        same(model, engine.run(asks))
+        same(engine.run(asks), model)
     assert seen.loads == len(asks)

@@ -114,21 +114,16 @@ class Player:
         worker = engine.worker_connector._worker
         seed = f"{self._job.seed} {self.counts['engines']}"
         worker._engine = Seam(worker._engine, self._job.fault_rate, seed, self.counts)
-        after_alloc, preempt = engine.connector.update_state_after_alloc, engine.scheduler._preempt_request
-
-        def update_state_after_alloc(request: Any, blocks: Any, tokens: int) -> None:
-            self.counts["hit tokens"] += tokens
-            after_alloc(request, blocks, tokens)
+        preempt = engine.scheduler._preempt_request
 
         def preempt_request(*args: Any, **kwargs: Any) -> Any:
             self.counts["preempted"] += 1
             return preempt(*args, **kwargs)
 
-        engine.connector.update_state_after_alloc = update_state_after_alloc
         engine.scheduler._preempt_request = preempt_request
 
     def _end(self) -> None:
-        self._engine.llm.llm_engine.engine_core.shutdown()
+        self._engine.close()
         self._engine = None
         gc.collect()
 
@@ -185,6 +180,8 @@ class Player:
         if check.forget and not engine.engine.reset_prefix_cache(reset_connector=check.forget == "all"):
             raise Failure("not idle", "blocks are held by nobody: the prefix cache cannot be reset")
         self._compare()
+        self.counts["hit tokens"] += engine.hit_tokens
+        engine.hit_tokens = 0
         sample = Sample.now()
         self._tell({"counts": dict(self.counts), "process": asdict(sample), "slots": engine.counts()})
         if grown := self._growth.add(sample):

@@ -20,7 +20,6 @@ from vllm_pega_connector.guard import log_limited
 from vllm_pega_connector.migration.client import AgentClient, Gone
 from vllm_pega_connector.migration.protocol import MAX_KEYS, Ended, Pull
 
-NO_SLOT = 0xFFFFFFFF
 # The agent answers within its deadline and Mooncake's (a silent data port: 61 s). One that does not is ended.
 OVERDUE_S = 120.0
 # Of the slots, how many failed reads may hold before the agent is ended to get them back, and for how long few may.
@@ -130,11 +129,11 @@ class Migration:
     def _pull(self, sources: list[str], keys: list[bytes]) -> PullState | None:
         slots = np.frombuffer(self._index.reserve(self._group, b"".join(keys)), np.uint32)
         # Blocks behind a gap are of no use.
-        full = np.flatnonzero(slots == NO_SLOT)
+        full = np.flatnonzero(slots == self._index.NO_SLOT)
         count = int(full[0]) if len(full) else len(slots)
         if len(full):
             rest = slots[count:]
-            self._index.abandon(self._group, rest[rest != NO_SLOT].tobytes())
+            self._index.abandon(self._group, rest[rest != self._index.NO_SLOT].tobytes())
             if count == 0:
                 self.stats.ended["dropped", "pool_full"] += 1
                 return None
