@@ -19,15 +19,15 @@ def policy(backend: str) -> _native.Policy:
     return _native.Policy(backend, 2, 20, 160_000, 2)
 
 
-def machine(seed: int, eagerness: int = 6) -> tuple[_native.FakeDriver, Blocks]:
+def machine(seed: int, eagerness: int = 6, count: int = COUNT, size: int = SIZE) -> tuple[_native.FakeDriver, Blocks]:
     fake = _native.FakeDriver(seed, eagerness)
-    nbytes = Blocks.bytes_for(SEGMENTS, COUNT, SIZE)
+    nbytes = Blocks.bytes_for(SEGMENTS, count, size)
     base = fake.allocate(nbytes)
     view = fake.view(base, nbytes)
     view[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
     options = {"stage_bytes": 1 << 20, "copies_per_slice": 4, "slice_pause_us": 0, "ask_driver_us": 0}
     device = _native.CudaDevice(0, b"cubin", driver=fake, **options)
-    return fake, Blocks(device, base, view.copy, lambda data: np.copyto(view, data), SEGMENTS, COUNT, SIZE)
+    return fake, Blocks(device, base, view.copy, lambda data: np.copyto(view, data), SEGMENTS, count, size)
 
 
 @pytest.mark.parametrize("backend", ["memcpy", "kernel", "chunked", "staged"])
@@ -55,6 +55,30 @@ def test_blocks_come_back(backend):
         assert seen["chunks"][backend] == result.chunks and seen["max_grid"] <= 2
         assert seen["peak_outstanding_bytes"] == result.peak_outstanding_bytes <= 320_000
         assert seen["outstanding_bytes"] == 0
+    assert blocks.close() and fake.violations == []
+
+
+@pytest.mark.parametrize("size", [512, 1000, 4096])  # of one piece each: listed while the job waits
+@pytest.mark.parametrize("backend", ["kernel", "chunked", "staged"])
+@pytest.mark.parametrize("slots", ["in a row", "with a gap", "apart"])
+def test_small_fragments_come_back(size, backend, slots):
+    fake, blocks = machine(4, count=128, size=size)
+    to = {"in a row": range(48), "with a gap": [*range(3, 20), *range(25, 56)], "apart": range(0, 96, 2)}[slots]
+    saved = list(zip(np.random.default_rng(size).permutation(64)[:48].tolist(), to, strict=True))
+    loaded = [(64 + block, slot) for block, slot in saved]
+    chunks = _native.Policy(backend, 2, 1000, 40 * SEGMENTS * size // 4, 2)
+    before = blocks.read()
+    save = blocks.run("save", saved, chunks)
+    assert save.status == "done" and save.backend == backend and (save.chunks > 3 or backend == "kernel")
+    for block, slot in saved:
+        np.testing.assert_array_equal(blocks.slot(slot), blocks.block(before, block))
+    assert blocks.run("load", loaded, chunks).status == "done"
+    after = blocks.read()
+    np.testing.assert_array_equal(after.reshape(blocks.shape)[:, :64], before.reshape(blocks.shape)[:, :64])
+    for block, slot in loaded:
+        np.testing.assert_array_equal(blocks.block(after, block), blocks.slot(slot))
+    if slots == "in a row" and backend == "staged":
+        assert all(blocks.device.stats(d)["unstaged_chunks"] == 0 for d in ("save", "load"))
     assert blocks.close() and fake.violations == []
 
 
