@@ -472,16 +472,17 @@ def test_threads_may_share_an_engine():
 
 def test_drain_gives_the_gil_away():
     rig = Rig([layers(8, [64])], slots=8)
-    sim = native.SimDevice(2, max_delay_steps=5_000_000)
+    sim = native.SimDevice(11, max_delay_steps=20_000_000)  # drawn: most of that, a second or two
     engine = rig.engine(sim, threaded=False)
     engine.submit(1, "load", rows([(0, 1, 1)]))
     ticks: list[None] = []
     stop = threading.Event()
     thread = threading.Thread(target=lambda: [ticks.append(time.sleep(0.001)) for _ in iter(stop.is_set, True)])
     thread.start()
-    assert engine.drain(0.2) is False
+    drained = engine.drain(0.1)
     stop.set()
     thread.join()
+    assert drained is False
     assert len(ticks) > 10
     assert engine.pending == 1
     assert engine.close(timeout_s=60)
