@@ -11,8 +11,10 @@
 namespace pega {
 namespace {
 
-// Keys looked up together: enough to hide the latency of memory, few enough to stay in the first-level cache.
-constexpr size_t kBatch = 16;
+// How many keys a lookup is ahead of the one it compares, in fetching the cell, the node and the node's
+// neighbours: as many as a core has misses on their way (10 to 16), for each of the three.
+constexpr size_t kCellsAhead = 36, kNodesAhead = 24, kNeighboursAhead = 12;
+constexpr size_t kAhead = 64;  // a power of two above all of them
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
 
@@ -71,53 +73,72 @@ SlotIndex::Class& SlotIndex::class_of(uint64_t group) {
 // --- the map
 // -------------------------------------------------------------------------------------------------------
 
-// Keys are hashes already; this only folds them, so that no choice of key bytes makes all of them collide.
-uint64_t SlotIndex::hash(uint64_t group, const uint8_t* key) const {
-  uint64_t words[kMaxKeyBytes / 8] = {};
-  std::memcpy(words, key, key_bytes_);
-  uint64_t h = group + 1;
-  for (const uint64_t w : words) {
-    h = (h ^ w) * 0x9e3779b97f4a7c15;
-    h ^= h >> 32;
+SlotIndex::Key SlotIndex::load(const uint8_t* bytes) const {
+  Key key = {};
+  if (key_bytes_ == sizeof key.words) {
+    std::memcpy(key.words, bytes, sizeof key.words);  // the usual length, known to the compiler
+  } else {
+    std::memcpy(key.words, bytes, key_bytes_);
   }
-  return h;
+  return key;
 }
 
-uint32_t SlotIndex::find(uint64_t h, uint64_t group, const uint8_t* key) const {
+// Keys are hashes already; this only folds them, so that no usual choice of key bytes makes all of them
+// collide. Four multiplications that do not wait for each other.
+uint64_t SlotIndex::hash(uint64_t group, const Key& key) {
+  static_assert(std::size(Key{}.words) == 4);
+  constexpr uint64_t kOdd[4] = {0x9e3779b97f4a7c15, 0xbf58476d1ce4e5b9, 0x94d049bb133111eb,
+                                0xd6e8feb86659fd93};
+  uint64_t h = (group + 1) * kOdd[3];
+  for (size_t i = 0; i < 4; ++i) {
+    const uint64_t product = (key.words[i] ^ kOdd[i]) * kOdd[i];
+    h += product ^ (product >> 32);
+  }
+  h *= kOdd[1];
+  return h ^ (h >> 29);
+}
+
+uint32_t SlotIndex::find(uint64_t h, uint64_t group, const Key& key) const {
   for (uint64_t i = h & mask_;; i = (i + 1) & mask_) {
     const Cell& cell = cells_[i];
     if (cell.node == kNoSlot) return kNoSlot;
     if (cell.tag != static_cast<uint32_t>(h >> 32)) continue;
     const Node& node = nodes_[cell.node];
-    if (node.group == group && std::memcmp(node.key, key, key_bytes_) == 0) return cell.node;
+    if (node.group == group && node.key == key) return cell.node;
   }
 }
 
-// Calls visit(i, node or kNoSlot) for each key until it returns false. A million slots do not fit a cache:
-// fetch the cells of a batch, then the nodes they name, then their neighbours in the LRU list (where the
-// visitor will unlink them), then compare.
+// Calls visit(i, node or kNoSlot) for each key until it returns false. A million slots do not fit a cache, so
+// what a key needs is fetched while others are compared: its cell, then the node that this names, then that
+// one's neighbours in the LRU list, where the visitor will unlink it.
 template <typename Visit>
 void SlotIndex::look_up(uint64_t group, const uint8_t* keys, size_t n, bool neighbours, Visit visit) {
-  uint64_t hashes[kBatch];
-  uint32_t likely[kBatch];
-  for (size_t start = 0; start < n; start += kBatch) {
-    const size_t batch = std::min(kBatch, n - start);
-    for (size_t i = 0; i < batch; ++i) {
-      hashes[i] = hash(group, keys + (start + i) * key_bytes_);
-      __builtin_prefetch(&cells_[hashes[i] & mask_]);
+  struct Ahead {
+    Key key;
+    uint64_t hash;
+    uint32_t likely;
+  } ahead[kAhead];
+  const auto at = [&](size_t i) -> Ahead& { return ahead[i % kAhead]; };
+  size_t cell = 0, node = 0, neighbour = 0;
+  for (size_t i = 0; i < n; ++i) {
+    for (; cell < std::min(n, i + kCellsAhead); ++cell) {
+      Ahead& a = at(cell);
+      a.key = load(keys + cell * key_bytes_);
+      a.hash = hash(group, a.key);
+      __builtin_prefetch(&cells_[a.hash & mask_]);
     }
-    for (size_t i = 0; i < batch; ++i) {
-      likely[i] = cells_[hashes[i] & mask_].node;
-      if (likely[i] != kNoSlot) __builtin_prefetch(&nodes_[likely[i]]);
+    for (; node < std::min(n, i + kNodesAhead); ++node) {
+      Ahead& a = at(node);
+      a.likely = cells_[a.hash & mask_].node;
+      if (a.likely != kNoSlot) __builtin_prefetch(&nodes_[a.likely], 1);
     }
-    for (size_t i = 0; neighbours && i < batch; ++i) {
-      if (likely[i] == kNoSlot) continue;
-      if (nodes_[likely[i]].older != kNoSlot) __builtin_prefetch(&nodes_[nodes_[likely[i]].older], 1);
-      if (nodes_[likely[i]].newer != kNoSlot) __builtin_prefetch(&nodes_[nodes_[likely[i]].newer], 1);
+    for (; neighbours && neighbour < std::min(n, i + kNeighboursAhead); ++neighbour) {
+      const uint32_t likely = at(neighbour).likely;
+      if (likely == kNoSlot) continue;
+      if (nodes_[likely].older != kNoSlot) __builtin_prefetch(&nodes_[nodes_[likely].older], 1);
+      if (nodes_[likely].newer != kNoSlot) __builtin_prefetch(&nodes_[nodes_[likely].newer], 1);
     }
-    for (size_t i = 0; i < batch; ++i) {
-      if (!visit(start + i, find(hashes[i], group, keys + (start + i) * key_bytes_))) return;
-    }
+    if (!visit(i, find(at(i).hash, group, at(i).key))) return;
   }
 }
 
@@ -258,7 +279,7 @@ void SlotIndex::set_free(Class& c, uint32_t n) {
 
 void SlotIndex::forget_ready(Class& c, uint32_t n) {
   remove(n);
-  changes_.add(IndexChanges::Kind::kRemoved, nodes_[n].group, nodes_[n].key, key_bytes_);
+  changes_.add(IndexChanges::Kind::kRemoved, nodes_[n].group, nodes_[n].key.bytes(), key_bytes_);
   ++version_;
   if (nodes_[n].pins != 0) {
     nodes_[n].state = State::kReadyForgotten;
@@ -318,13 +339,13 @@ void SlotIndex::reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t n
   for (size_t i = 0; i < n; ++i) {
     const bool absent = slots[i] == kNoSlot;
     slots[i] = kNoSlot;
-    const uint8_t* key = keys + i * key_bytes_;
+    const Key key = load(keys + i * key_bytes_);
     // A key that the call names twice was absent twice: the second one finds the first.
     if (!absent || used == granted || find(hash(group, key), group, key) != kNoSlot) continue;
     const uint32_t slot = scratch_[used++];
     Node& node = nodes_[c.first + slot];
     node = {};
-    std::memcpy(node.key, key, key_bytes_);
+    node.key = key;
     node.group = static_cast<uint32_t>(group);
     node.state = State::kReserved;
     insert(c.first + slot);
@@ -352,7 +373,7 @@ void SlotIndex::publish(uint64_t group, const uint32_t* slots, size_t n) {
   for (i = 0; changes_.on() && i < n; ++i) {
     const Node& node = nodes_[c.first + slots[i]];
     if (node.state == State::kReserved)
-      changes_.add(IndexChanges::Kind::kStored, node.group, node.key, key_bytes_);
+      changes_.add(IndexChanges::Kind::kStored, node.group, node.key.bytes(), key_bytes_);
   }
   for (i = n; i-- > 0;) {  // like unpin: the head of a run becomes the most recent
     const uint32_t node = c.first + slots[i];

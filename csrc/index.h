@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -62,8 +63,17 @@ class SlotIndex {
 
  private:
   enum class State : uint8_t { kFree, kReserved, kReady, kReservedForgotten, kReadyForgotten };
+  struct Key {  // padded with zeros
+    uint64_t words[kMaxKeyBytes / 8];
+    bool operator==(const Key& other) const {
+      uint64_t differ = 0;
+      for (size_t i = 0; i < std::size(words); ++i) differ |= words[i] ^ other.words[i];
+      return differ == 0;
+    }
+    const uint8_t* bytes() const { return reinterpret_cast<const uint8_t*>(words); }
+  };
   struct alignas(64) Node {  // one cache line: a lookup of thousands of keys waits for memory and little else
-    uint8_t key[kMaxKeyBytes];
+    Key key;
     uint32_t group;
     uint32_t pins;
     uint32_t older, newer;  // in the LRU list
@@ -86,8 +96,9 @@ class SlotIndex {
   };
 
   Class& class_of(uint64_t group);
-  uint64_t hash(uint64_t group, const uint8_t* key) const;
-  uint32_t find(uint64_t hash, uint64_t group, const uint8_t* key) const;
+  Key load(const uint8_t* key) const;
+  static uint64_t hash(uint64_t group, const Key& key);
+  uint32_t find(uint64_t hash, uint64_t group, const Key& key) const;
   template <typename Visit>
   void look_up(uint64_t group, const uint8_t* keys, size_t n, bool neighbours, Visit visit);
   void insert(uint32_t node);

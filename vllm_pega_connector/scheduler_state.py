@@ -84,7 +84,9 @@ class RequestState:
     def joined_hashes(self, blocks: int, key_bytes: int) -> bytes:
         """The first `blocks` block hashes of the request, joined; grown once, then reused."""
         if self.joined_blocks < blocks:
-            self.joined += b"".join(self.request.block_hashes[self.joined_blocks : blocks])
+            hashes = self.request.block_hashes
+            whole = self.joined_blocks == 0 and blocks == len(hashes)  # the usual case, without a copy of the list
+            self.joined += b"".join(hashes if whole else hashes[self.joined_blocks : blocks])
             self.joined_blocks = blocks
         return self.joined if self.joined_blocks == blocks else self.joined[: blocks * key_bytes]
 
