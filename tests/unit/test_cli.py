@@ -86,7 +86,7 @@ def test_explain_for_people(pega):
     assert (status, err) == (0, "")
     assert "16384 ranges of 4 KiB: staged" in out
     assert "memcpy would need 14 ms of submission" in out
-    assert "save, objective balanced, profile h200: at most 8 CTAs, stages of 4 MiB, 3 in flight" in out
+    assert "save, objective balanced, profile h200: at most 2 CTAs, stages of 2 MiB, 3 in flight" in out
     for word in ("throughput", "balanced", "tail", "strict", "memcpy", "staged"):
         assert word in out
 
