@@ -37,27 +37,20 @@ native: $(TOOLS_READY)  ## Rebuild the native engine and install it into .venv
 	@scripts/setup.sh native
 	@touch $(NATIVE_READY)
 
-# What runs in this process for the most part, and is therefore counted by every `make test`.
-COUNTED := tests/unit tests/native tests/fuzz
 # What vLLM imports for these (drafts, structured output) keeps its next engine in the same process from starting.
 APART := tests/serving/test_requests.py tests/serving/test_speculation.py
 
-# The tests run even when a linter complains: one run shows all. pytest's closing line comes last.
+# The tests run even when a linter complains: one run shows all. pytest's closing line comes last but for the totals.
 test: setup  ## Run everything that needs no GPU, as CI does (GPU tests are skipped where there is none)
 	@failed=0; $(MAKE) --no-print-directory lint || failed=1; \
-	scripts/coverage.sh build && scripts/coverage.sh clear && \
-	scripts/coverage.sh run pytest -rs $(COUNTED) || failed=1; \
-	scripts/coverage.sh totals || failed=1; \
-	$(BIN)/python -m pytest -rs $(APART) || failed=1; \
-	$(BIN)/python -m pytest -rs $(COUNTED:%=--ignore=%) $(APART:%=--ignore=%) || failed=1; \
+	scripts/coverage.sh build && scripts/coverage.sh clear && { \
+	scripts/coverage.sh run pytest -rs $(APART) || failed=1; \
+	scripts/coverage.sh run pytest -rs $(APART:%=--ignore=%) || failed=1; \
+	scripts/coverage.sh totals 90 || failed=1; } || failed=1; \
 	exit $$failed
 
-coverage: setup  ## Which lines of Python and C++ all tests run, child processes included; fails below 90 %
-	scripts/coverage.sh build
-	scripts/coverage.sh clear
-	scripts/coverage.sh run pytest -q $(APART)
-	scripts/coverage.sh run pytest -q $(APART:%=--ignore=%)
-	scripts/coverage.sh report 90
+coverage:  ## After `make test`: which lines of Python and C++ no test has run
+	scripts/coverage.sh report
 
 # What a version of vLLM can break: unit tests drive its scheduler, serving tests the whole of it.
 test-matrix: setup $(MATRIX:%=.venv-%/.native-ready)  ## The same connector under other versions of vLLM, each in its own .venv-<version>

@@ -5,8 +5,8 @@
 #   scripts/coverage.sh build          builds csrc/ with counters into build/coverage
 #   scripts/coverage.sh run ARGS...    python -m ARGS, counted; adds to what was counted before
 #   scripts/coverage.sh clear          forgets what was counted
-#   scripts/coverage.sh report [MIN]   prints both totals and what is not covered; below MIN percent it fails
-#   scripts/coverage.sh totals         one line
+#   scripts/coverage.sh report         prints what is not covered
+#   scripts/coverage.sh totals MIN     one line; fails below MIN percent in either language
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -40,17 +40,18 @@ native() {
 }
 
 report() {
-  local minimum=${1:-0} failed=0
   $PYTHON -m coverage combine --keep --quiet
-  $PYTHON -m coverage report --fail-under "$minimum" || failed=1
-  native --fail-under-line "$minimum" || failed=1
-  return $failed
+  $PYTHON -m coverage report
+  native
 }
 
 totals() {
+  local minimum=$1 python native
   $PYTHON -m coverage combine --keep --quiet
-  echo "Lines covered by the tests above: Python $($PYTHON -m coverage report --format=total) %," \
-    "C++ $(native | awk '$1 == "TOTAL" {print $4}' | tr -d %) %; by all tests: make coverage"
+  python=$($PYTHON -m coverage report --format=total)
+  native=$(native | awk '$1 == "TOTAL" {print $4}' | tr -d %)
+  echo "Lines that the tests ran: Python $python %, C++ $native % (at least $minimum %; make coverage lists the others)"
+  [ "$python" -ge "$minimum" ] && [ "$native" -ge "$minimum" ]
 }
 
 mkdir -p build .cache/coverage
