@@ -143,10 +143,9 @@ def main() -> None:
     found = measure(engine, args.streams, args.events, not args.no_copies) | engine.facts
     before, beside = found["alone"]["p99"], found["beside loads"]["p99"]
     name = f"{args.connector}, {args.streams} streams{', no copies' if args.no_copies else ''}"
-    print(
-        f"{name}: p99 {before:.2f} ms alone, {beside:.2f} beside loads ({beside / before:.2f} x); milliseconds of steps:"
-    )
-    rows = {"median": found["median step"], "slowest": found["slowest steps"][0], "then": found["slowest steps"][1]}
+    print(f"{name}: p99 {before:.2f} ms alone, {beside:.2f} beside loads ({beside / before:.2f} x)")
+    print(f"  {'milliseconds':44}   median  slowest     next")
+    rows = {"median": found["median step"], "slowest": found["slowest steps"][0], "next": found["slowest steps"][1]}
     for label in dict.fromkeys(key for row in rows.values() for key in row):
         print(f"  {label:44}" + "".join(f"{row.get(label, 0):9.2f}" for row in rows.values()))
     if args.json:
