@@ -146,7 +146,7 @@ def _auto(direction: str, shape: dict[str, int], info: dict[str, str], profile_n
     if profile_name == "auto" and name not in built_in_names():
         mend = f"the server decides by the profile {name!r}, which is not built in: give its file by --profile"
         return {"reason": mend, "backend": None}
-    profile = _native.DeviceProfile(load_profile(name))
+    profile = _native.DeviceProfile(load_profile(name, setting="--profile"))
     total = shape["ranges"] * shape["range_bytes"]
     asked = _native.TransferShape(direction, shape["ranges"], total, shape["range_bytes"], shape["range_bytes"])
     decision = _native.decide(asked, profile, info.get("objective", "balanced"), _native.Policy())

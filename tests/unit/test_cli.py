@@ -144,7 +144,7 @@ def test_multimodal_models_count_their_text_part(tmp_path):
         (["explain", "--ranges", str(2**40), "--range-bytes", "1024GiB"], "more than 1 EiB"),
         (["explain", *SEED, "--objective", "fast"], "choose from"),
         (["explain", *SEED, "--direction", "both"], "choose from"),
-        (["explain", *SEED, "--profile", "h100"], 'got "h100"; allowed: auto, generic, h200, host, rtx5090'),
+        (["explain", *SEED, "--profile", "h100"], '--profile: got "h100"; allowed: auto, generic, h200, host, rtx5090'),
         (["explain", *SEED, "--profile", "/nonexistent.json"], "cannot read /nonexistent.json"),
         (["explain", *SEED, "--policy", "dma"], '--policy.backend: got "dma"; allowed: auto, memcpy'),
         (["explain", *SEED, "--policy", "{"], "--policy: { is not valid JSON"),
