@@ -40,8 +40,8 @@ def questions(window: str = "1m") -> list[Question]:
             expression = target["expr"].replace("$__rate_interval", window)
             for variable, value in VARIABLES.items():
                 expression = expression.replace(variable, value)
-            unit = panel["fieldConfig"]["defaults"]["unit"]
-            found.append(Question(panel["title"], unit, expression, target["legendFormat"]))
+            unit = panel["fieldConfig"]["defaults"].get("unit", "").removeprefix("suffix:")
+            found.append(Question(panel["title"], unit, expression, target.get("legendFormat", "")))  # tables have none
     return found
 
 
@@ -82,7 +82,7 @@ def draw(prometheus: str, path: Path, seconds: int, window: str) -> None:
                 label = re.sub(r"\{\{\w+\}\}", "", label).strip()  # labels that are empty are absent
                 times, values = zip(*((at - end, float(value)) for at, value in series["values"]), strict=True)
                 axis.plot(times, values, linewidth=1, label=label[:40] or None)
-        axis.set_title(f"{title} ({asked[0].unit})", fontsize="small")
+        axis.set_title(f"{title} ({asked[0].unit})" if asked[0].unit else title, fontsize="small")
         axis.tick_params(labelsize="x-small")
         axis.set_ylim(bottom=0)
         if any(q.legend for q in asked):
