@@ -200,7 +200,8 @@ def show(rows: list[Row]) -> None:
     table = Table(title="The same traffic under each pair of policies", title_justify="left")
     for column in asdict(rows[0]):
         table.add_column(
-            column.replace("_", " "), justify="left" if "polic" in column or "backends" in column else "right"
+            column.replace("gib_per_s", "GiB/s").replace("_", " "),
+            justify="left" if "polic" in column or "backends" in column else "right",
         )
     for row in rows:
         table.add_row(*(str(value) for value in asdict(row).values()))
@@ -225,7 +226,7 @@ def main() -> int:
         list(api.stream([1] * 8, 4, {"save": False}))  # the first request pays for warming up
         for number, (_, load, save) in enumerate(itertools.product(range(args.rounds), args.load, args.save)):
             rows.append(sweep_one(api, args, load, save, seed=number))
-            print(f"{load} / {save}: {rows[-1].first_token_ms} ms", file=sys.stderr)
+            print(f"load {load}, save {save}: first token {rows[-1].first_token_ms} ms", file=sys.stderr)
     show(rows)
     if args.csv:
         with args.csv.open("w", newline="") as file:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import sys
@@ -102,10 +103,13 @@ def main() -> int:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--seconds", type=int, default=300, help="that the picture shows")
     args = parser.parse_args()
+    if args.picture and importlib.util.find_spec("matplotlib") is None:
+        print("check.py: --picture: matplotlib is missing; install vllm-pega-connector[bench]", file=sys.stderr)
+        return 2
     try:
         silent = unanswered(args.prometheus, args.window)
     except (OSError, ValueError) as error:
-        print(f"check.py: {error}", file=sys.stderr)
+        print(f"check.py: --prometheus {args.prometheus}: {error}", file=sys.stderr)
         return 2
     for question in silent:
         print(f"no answer: {question.panel}: {question.expression}")
