@@ -130,7 +130,7 @@ def _answer(engine: Engine, profile_name: str) -> dict[str, Any]:
              "mean_queue_ms": round(queued / count * 1e3, 3), "mean_shape": shape,
              "auto": _auto(direction, shape, engine.info, profile_name)}
         )  # fmt: skip
-    problems = {name: {" ".join(labels): int(value) for labels, value in engine.by_label(name).items()}
+    problems = {name: {" ".join(filter(None, labels)): int(value) for labels, value in engine.by_label(name).items()}
                 for name in ("saves_dropped_total", "load_failures_total", "migrations_total", "evictions_total",
                              "ignored_request_params_total", "faults_total")}  # fmt: skip
     pool = {labels[0]: int(value) for labels, value in engine.by_label("pool_slots").items()}

@@ -168,6 +168,8 @@ def test_multimodal_models_count_their_text_part(tmp_path):
         (["config", '{"kv_connector":"PegaConnector","kv_role":"kv_both","kv_connector_module_path":"x"}'], '"x"'),
         (["config", '{"kv_connector":"PegaConnector","kv_role":"kv_both","kv_connector_extra_config":3}'], "got 3"),
         (["config", '{"connectors": []}'], "0 of them are PegaConnector"),
+        (["agent", "/nonexistent.json"], "neither a JSON object nor a readable file"),
+        (["agent", '{"listen":'], "not valid JSON"),
         (["doctor", "--listen", "::1:80"], "put the IPv6 address in brackets"),
         (["doctor", "--fast"], "unrecognized arguments"),
     ],
