@@ -136,7 +136,7 @@ class Proxy:
         except (ValueError, AttributeError):
             return _error(400, 'the body must be JSON such as {"id": "...", "to": "http://..."}; both are optional')
         if not streams:
-            return _error(404, f"no such stream can be moved; GET /streams lists {len(self.streams)}")
+            return _error(404, f"no such stream can be moved; GET /streams lists the {len(self.streams)} that run")
         stream = streams[0]
         targets = [i for i in targets if i is not stream.instance]
         if not targets:
@@ -331,7 +331,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = parse(sys.argv[1:])
-    web.run_app(Proxy(args.instances, args.threshold).app(), host=args.host, port=args.port, print=None)
+    line = f"proxy on http://{args.host}:{args.port} over {', '.join(i.url for i in args.instances)}"
+    app = Proxy(args.instances, args.threshold).app()
+    web.run_app(app, host=args.host, port=args.port, print=lambda _: print(line, flush=True))
 
 
 if __name__ == "__main__":

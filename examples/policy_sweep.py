@@ -65,7 +65,13 @@ class Api:
     def _open(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=LIMIT_S)
+        try:
+            return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=LIMIT_S)
+        except urllib.error.HTTPError as error:
+            hint = "; start the server with VLLM_SERVER_DEV_MODE=1" if "reset" in path and error.code == 404 else ""
+            raise SystemExit(f"{self.url}{path}: {error}: {error.read(500).decode(errors='replace')}{hint}") from None
+        except urllib.error.URLError as error:
+            raise SystemExit(f"{self.url}{path}: {error.reason}") from None
 
     def stream(self, prompt: list[int], tokens: int, pega: dict[str, Any]) -> Iterator[float]:
         """The moments at which chunks of tokens came."""
@@ -79,10 +85,7 @@ class Api:
                     yield time.perf_counter()
 
     def drop_gpu_cache(self) -> None:
-        try:
-            self._open("/reset_prefix_cache", {}).close()
-        except urllib.error.HTTPError as error:
-            raise SystemExit(f"/reset_prefix_cache: {error}; start the server with VLLM_SERVER_DEV_MODE=1") from None
+        self._open("/reset_prefix_cache", {}).close()
 
     def counters(self) -> dict[tuple[str, str, str], float]:
         """(metric, direction, backend) -> value, summed over engines."""
@@ -200,7 +203,8 @@ def show(rows: list[Row]) -> None:
     table = Table(title="The same traffic under each pair of policies", title_justify="left")
     for column in asdict(rows[0]):
         table.add_column(
-            column.replace("_", " "), justify="left" if "polic" in column or "backends" in column else "right"
+            column.replace("gib_per_s", "GiB/s").replace("_", " "),
+            justify="left" if "polic" in column or "backends" in column else "right",
         )
     for row in rows:
         table.add_row(*(str(value) for value in asdict(row).values()))
@@ -211,8 +215,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a running server; else a tiny one is started")
     parser.add_argument("--model", help="its name; default: the first that it serves")
-    parser.add_argument("--load", nargs="+", default=list(POLICIES), help="load policies")
-    parser.add_argument("--save", nargs="+", default=["auto"], help="save policies")
+    parser.add_argument(
+        "--load",
+        nargs="+",
+        choices=POLICIES,
+        default=list(POLICIES),
+        metavar="POLICY",
+        help=f"load policies, of {', '.join(POLICIES)}",
+    )
+    parser.add_argument("--save", nargs="+", choices=POLICIES, default=["auto"], metavar="POLICY", help="save policies")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=1000)
     parser.add_argument("--streams", type=int, default=2, help="that decode beside")
@@ -225,7 +236,7 @@ def main() -> int:
         list(api.stream([1] * 8, 4, {"save": False}))  # the first request pays for warming up
         for number, (_, load, save) in enumerate(itertools.product(range(args.rounds), args.load, args.save)):
             rows.append(sweep_one(api, args, load, save, seed=number))
-            print(f"{load} / {save}: {rows[-1].first_token_ms} ms", file=sys.stderr)
+            print(f"load {load}, save {save}: first token {rows[-1].first_token_ms} ms", file=sys.stderr)
     show(rows)
     if args.csv:
         with args.csv.open("w", newline="") as file:

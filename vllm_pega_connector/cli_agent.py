@@ -10,10 +10,10 @@ import json
 import logging
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from .address import HostPort
+from .cli_config import parse_object, read_argument
 from .config import ConfigError, MigrationConfig, PegaConfig
 
 START_TIMEOUT_S = 60.0
@@ -44,11 +44,7 @@ def run(args: Any) -> int:
         )
     if args.ask is not None:
         return _ask(args.ask, args.token_file)
-    text = args.settings if args.settings.lstrip().startswith("{") else Path(args.settings).read_text()
-    try:
-        settings = json.loads(text)
-    except ValueError as error:
-        raise ConfigError([f"not JSON: {error}"]) from None
+    settings = parse_object(read_argument(args.settings))
     config = PegaConfig.from_extra_config({"migration": settings}, env={}).migration
     assert config is not None
     return _run(config, args.once)

@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: Any) -> int:
-    given = _parse(_read(args.settings))
+    given = parse_object(read_argument(args.settings))
     if "connectors" in given and not any(key in given for key in TRANSFER_KEYS):
         given = {"kv_connector": "MultiConnector", "kv_connector_extra_config": given}
     extra, warnings = _unwrap(given) if any(key in given for key in TRANSFER_KEYS) else (given, [])
@@ -60,7 +60,8 @@ def run(args: Any) -> int:
     return 0
 
 
-def _read(argument: str) -> str:
+def read_argument(argument: str) -> str:
+    """A JSON text, or what a file of that name or `-` holds. Raises ConfigError."""
     if argument == "-":
         return sys.stdin.read()
     if argument.lstrip().startswith(("{", "[")) or not argument.strip():
@@ -72,7 +73,9 @@ def _read(argument: str) -> str:
         raise ConfigError([f"{argument[:60]!r} is neither a JSON object nor a readable file ({why})"]) from None
 
 
-def _parse(text: str) -> dict[str, Any]:
+def parse_object(text: str) -> dict[str, Any]:
+    """Raises ConfigError."""
+
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         twice = sorted({key for key in keys if keys.count(key) > 1})

@@ -90,7 +90,7 @@ def run(args: Any) -> int:
     if ranges * range_bytes >= 2**60:
         raise ConfigError([f"{ranges} ranges of {range_bytes} bytes are more than 1 EiB in all; give fewer"])
     policy = _policy(args.policy)
-    profile = load_profile(args.profile, gpu_name() if args.profile == "auto" else "")
+    profile = load_profile(args.profile, gpu_name() if args.profile == "auto" else "", "--profile")
     decide = _decider(args.direction, ranges, range_bytes, args.alignment, profile)
     decision = decide(args.objective, policy)
     objectives = {name: decide(name, policy) for name in get_args(ObjectiveName)}

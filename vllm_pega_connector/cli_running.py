@@ -130,7 +130,7 @@ def _answer(engine: Engine, profile_name: str) -> dict[str, Any]:
              "mean_queue_ms": round(queued / count * 1e3, 3), "mean_shape": shape,
              "auto": _auto(direction, shape, engine.info, profile_name)}
         )  # fmt: skip
-    problems = {name: {" ".join(labels): int(value) for labels, value in engine.by_label(name).items()}
+    problems = {name: {" ".join(filter(None, labels)): int(value) for labels, value in engine.by_label(name).items()}
                 for name in ("saves_dropped_total", "load_failures_total", "migrations_total", "evictions_total",
                              "ignored_request_params_total", "faults_total")}  # fmt: skip
     pool = {labels[0]: int(value) for labels, value in engine.by_label("pool_slots").items()}
@@ -146,7 +146,7 @@ def _auto(direction: str, shape: dict[str, int], info: dict[str, str], profile_n
     if profile_name == "auto" and name not in built_in_names():
         mend = f"the server decides by the profile {name!r}, which is not built in: give its file by --profile"
         return {"reason": mend, "backend": None}
-    profile = _native.DeviceProfile(load_profile(name))
+    profile = _native.DeviceProfile(load_profile(name, setting="--profile"))
     total = shape["ranges"] * shape["range_bytes"]
     asked = _native.TransferShape(direction, shape["ranges"], total, shape["range_bytes"], shape["range_bytes"])
     decision = _native.decide(asked, profile, info.get("objective", "balanced"), _native.Policy())

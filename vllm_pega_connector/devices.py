@@ -29,7 +29,7 @@ def open_device(torch_device: Any) -> OpenDevice:
 
     if torch_device.type == "cpu":
         native = _native.HostDevice(HOST_WORKERS)
-        return OpenDevice(native, f"host device, {HOST_WORKERS} workers", "", lambda: 0, lambda pool: None)
+        return OpenDevice(native, f"host device, workers: {HOST_WORKERS}", "", lambda: 0, lambda pool: None)
     if torch_device.type != "cuda":
         raise RuntimeError(f"PegaConnector: KV on a {torch_device.type} device is not supported; cuda and cpu are")
     return _open_cuda(torch_device)

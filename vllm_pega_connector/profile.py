@@ -136,8 +136,8 @@ def read_profile(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from None
 
 
-def load_profile(name_or_path: str, gpu_name: str = "") -> dict[str, Any]:
-    """The profile that the setting `device_profile` means, as the native DeviceProfile takes it.
+def load_profile(name_or_path: str, gpu_name: str = "", setting: str = "device_profile") -> dict[str, Any]:
+    """The profile that a setting means, by default `device_profile`, as the native DeviceProfile takes it.
 
     `gpu_name` is the driver's name of the device, for "auto"; empty or "cpu" where there is no GPU. A path is
     recognised by its separator or by ending in ".json". Raises ConfigError.
@@ -148,7 +148,7 @@ def load_profile(name_or_path: str, gpu_name: str = "") -> dict[str, Any]:
         return read_profile(Path(name_or_path).expanduser())
     if name_or_path not in built_in_names():
         names = ", ".join(built_in_names())
-        raise ConfigError([f'device_profile: got "{name_or_path}"; allowed: auto, {names}, or the path of a JSON file'])
+        raise ConfigError([f'{setting}: got "{name_or_path}"; allowed: auto, {names}, or the path of a JSON file'])
     return read_profile(BUILT_IN / f"{name_or_path}.json")
 
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import sys
@@ -40,8 +41,8 @@ def questions(window: str = "1m") -> list[Question]:
             expression = target["expr"].replace("$__rate_interval", window)
             for variable, value in VARIABLES.items():
                 expression = expression.replace(variable, value)
-            unit = panel["fieldConfig"]["defaults"]["unit"]
-            found.append(Question(panel["title"], unit, expression, target["legendFormat"]))
+            unit = panel["fieldConfig"]["defaults"].get("unit", "").removeprefix("suffix:")
+            found.append(Question(panel["title"], unit, expression, target.get("legendFormat", "")))  # tables have none
     return found
 
 
@@ -82,7 +83,7 @@ def draw(prometheus: str, path: Path, seconds: int, window: str) -> None:
                 label = re.sub(r"\{\{\w+\}\}", "", label).strip()  # labels that are empty are absent
                 times, values = zip(*((at - end, float(value)) for at, value in series["values"]), strict=True)
                 axis.plot(times, values, linewidth=1, label=label[:40] or None)
-        axis.set_title(f"{title} ({asked[0].unit})", fontsize="small")
+        axis.set_title(f"{title} ({asked[0].unit})" if asked[0].unit else title, fontsize="small")
         axis.tick_params(labelsize="x-small")
         axis.set_ylim(bottom=0)
         if any(q.legend for q in asked):
@@ -102,10 +103,13 @@ def main() -> int:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--seconds", type=int, default=300, help="that the picture shows")
     args = parser.parse_args()
+    if args.picture and importlib.util.find_spec("matplotlib") is None:
+        print("check.py: --picture: matplotlib is missing; install vllm-pega-connector[bench]", file=sys.stderr)
+        return 2
     try:
         silent = unanswered(args.prometheus, args.window)
     except (OSError, ValueError) as error:
-        print(f"check.py: {error}", file=sys.stderr)
+        print(f"check.py: --prometheus {args.prometheus}: {error}", file=sys.stderr)
         return 2
     for question in silent:
         print(f"no answer: {question.panel}: {question.expression}")
