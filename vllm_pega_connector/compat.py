@@ -79,12 +79,6 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> Support:
     """What we can cache today. The answer is the same on the scheduler and on every worker."""
     if kv_cache_config is None or not kv_cache_config.kv_cache_groups:
         return Support("this model has no KV cache")
-    if not vllm_config.cache_config.enable_prefix_caching:
-        return Support("prefix caching is off, so blocks have no keys: start vLLM with --enable-prefix-caching")
-    parallel = vllm_config.parallel_config
-    for size in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, size, 1) > 1:
-            return Support(f"{size} > 1 is not supported")
     groups = kv_cache_config.kv_cache_groups
     for group in groups:
         spec = group.kv_cache_spec
@@ -93,6 +87,12 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> Support:
                 f"{type(spec).__name__} is not supported: only full attention, MLA and sliding windows "
                 "(recurrent state cannot be restored at every block)"
             )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return Support("prefix caching is off, so blocks have no keys: start vLLM with --enable-prefix-caching")
+    parallel = vllm_config.parallel_config
+    for size in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, size, 1) > 1:
+            return Support(f"{size} > 1 is not supported")
     sizes = sorted({group.kv_cache_spec.block_size for group in groups})
     if len(sizes) > 1:
         return Support(f"cache groups with blocks of different sizes ({sizes} tokens) are not supported")

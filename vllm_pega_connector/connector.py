@@ -187,7 +187,7 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_pending_saves()
+        return self._scheduler is not None and self._scheduler.busy()
 
     @guarded(lambda: False)
     def has_pending_block_frees(self) -> bool:

@@ -251,9 +251,10 @@ class PegaScheduler:
 
     # --- questions ---
 
-    def has_pending_saves(self) -> bool:
-        """True while GPU blocks are held: the engine must go on stepping until they are given back."""
-        return self._saves.held > 0
+    def busy(self) -> bool:
+        """True while anything moves or is held for that: the engine must go on stepping until it has ended. vLLM itself
+        does not count what loads while the engine is paused, and gives GPU memory away once a paused one is idle."""
+        return bool(self._shared.jobs) or self._saves.held > 0
 
     def make_room(self) -> bool:
         """vLLM is about to preempt for want of blocks. True if some come back soon: the backlog's at once."""

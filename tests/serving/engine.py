@@ -164,10 +164,27 @@ def same(runs: Sequence[Running], model: str = "") -> None:
             assert run.tokens == expected[run.ask.key]
 
 
-class Engine:
-    """A real LLM with the connector. `poison` fills every block that the pool hands out with finite garbage."""
+def ours(connector: Any) -> Any:
+    """PegaConnector, also among the children of a MultiConnector."""
+    children = getattr(connector, "sub_connectors", [connector])
+    return next(c for c in children if type(c).__name__ == "PegaConnector")
 
-    def __init__(self, extra_config: dict[str, Any], poison: bool = True, model: str = "", **options: Any) -> None:
+
+class Engine:
+    """A real LLM with the connector. `poison` fills every block that the pool hands out with finite garbage.
+
+    `before` and `after`: connectors beside ours, under a MultiConnector that asks them in this order.
+    """
+
+    def __init__(
+        self,
+        extra_config: dict[str, Any],
+        poison: bool = True,
+        model: str = "",
+        before: Sequence[dict[str, Any]] = (),
+        after: Sequence[dict[str, Any]] = (),
+        **options: Any,
+    ) -> None:
         from vllm import LLM
 
         transfer = {
@@ -177,17 +194,21 @@ class Engine:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra_config,
         }
+        if before or after:
+            children = {"connectors": [*before, transfer, *after]}
+            transfer = {**transfer, "kv_connector": "MultiConnector", "kv_connector_extra_config": children}
+            del transfer["kv_connector_module_path"]
         self.llm = LLM(model=model or model_path(), kv_transfer_config=transfer, **{**COMMON, **options})
         self.engine = self.llm.llm_engine
         core = self.engine.engine_core.engine_core
         self.core = core
         self.scheduler = core.scheduler
         self.block_pool = self.scheduler.kv_cache_manager.block_pool
-        self.connector = self.scheduler.connector
+        self.connector = ours(self.scheduler.connector)
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         # With several ranks the workers are in processes of their own.
-        self.worker_connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        self.worker_connector = ours(get_kv_transfer_group()) if has_kv_transfer_group() else None
         self.requests: dict[str, Running] = {}
         self._count = 0
         self.hit_tokens = 0  # that vLLM took from the host pool

@@ -342,7 +342,7 @@ def test_a_fault_at_the_end_of_one_save_holds_no_blocks_and_loses_no_other_repor
     for _ in range(8):
         engine.step()
     jobs = list(engine.pega._shared.jobs)
-    assert len(jobs) == 2 and engine.pega.has_pending_saves()
+    assert len(jobs) == 2 and engine.pega.busy()
     publish = engine.pega._shared.index.publish
 
     class Faulty:
@@ -364,7 +364,7 @@ def test_a_fault_at_the_end_of_one_save_holds_no_blocks_and_loses_no_other_repor
     monkeypatch.setattr(guard, "faults", 0)
     engine.pega.update(PegaWorkerMetadata([((0, 0), job, "") for job in jobs]))
     assert guard.faults == 1
-    assert not engine.pega.has_pending_saves() and not engine.pega._shared.jobs
+    assert not engine.pega.busy()
     assert engine.pega.counts()["ready"] == 2  # the other's
 
 
@@ -397,7 +397,7 @@ def test_over_the_bound_saves_wait_when_their_request_is_over() -> None:
     while not request.is_finished():
         engine.step()
     engine.step()
-    assert engine.pega.counts()["held_blocks"] == 4 and engine.pega.has_pending_saves()
+    assert engine.pega.counts()["held_blocks"] == 4 and engine.pega.busy()
     freeze(engine, False)
     engine.run()
     assert [len(job.moves) for metadata in sends for job in metadata.jobs] == [12] * 4
