@@ -166,7 +166,7 @@ def same(runs: Sequence[Running], model: str = "") -> None:
 
 def ours(connector: Any) -> Any:
     """PegaConnector, also among the children of a MultiConnector."""
-    children = getattr(connector, "sub_connectors", [connector])
+    children = getattr(connector, "_connectors", [connector])
     return next(c for c in children if type(c).__name__ == "PegaConnector")
 
 

@@ -41,7 +41,7 @@ class Beside(Engine):
             after=[example] if first else [],
             **options,
         )
-        (self.other,) = [c for c in self.scheduler.connector.sub_connectors if c is not self.connector]
+        (self.other,) = [c for c in self.scheduler.connector._connectors if c is not self.connector]
         self.other_tokens = 0
         self._count_the_other_s()
 
@@ -86,7 +86,7 @@ def our_share(length: int) -> int:
 
 def test_each_prompt_is_taken_from_the_first_that_has_any_of_it(engine: Beside) -> None:
     asks = [Ask(prompt(s, n), 12) for s, n in enumerate(LENGTHS)]
-    we_are_first = engine.scheduler.connector.sub_connectors[0] is engine.connector
+    we_are_first = engine.scheduler.connector._connectors[0] is engine.connector
     with engine.watch() as cold:
         assert engine.ask_each(asks) == (0, 0)
     assert cold.saves > 0 and cold.loads == 0
