@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer (engine_test.cpp says what
-runs). Each is a build of its own, of a minute or so."""
+"""The engine under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer (engine_test.cpp says
+what runs). Each is a build of its own, of a minute or so."""
 
 import subprocess
 from pathlib import Path
