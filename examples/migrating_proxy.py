@@ -264,20 +264,22 @@ class Proxy:
             prompt = event.get("prompt_token_ids") or choice.get("prompt_token_ids")
             if not stream.prompt and prompt:
                 stream.prompt = list(prompt)
-            new = choice.get("token_ids") or []
-            stream.held += new
+            stream.held += choice.get("token_ids") or []
+            out: list[int] = []
             text = choice.get("text") or (choice.get("delta") or {}).get("content")
             stream.finished = stream.finished or bool(choice.get("finish_reason"))
             if text or stream.finished:
-                # Until its text is out a token may be half a character: it would be generated again.
-                stream.tokens += stream.held
-                stream.held = []
+                # Until text is out a token may be half a character, and is generated again after a move.
+                out, stream.held = stream.held, []
+                stream.tokens += out
             if stream.moves and stream.chat and "text" in choice:
                 choice["delta"] = {"content": choice.pop("text")}
             if stream.moves or not shown:
                 choice.pop("prompt_token_ids", None)
                 event.pop("prompt_token_ids", None)
-            if not shown:
+            if shown:
+                choice["token_ids"] = out
+            else:
                 choice.pop("token_ids", None)
         if usage := event.get("usage"):
             usage["prompt_tokens"] = len(stream.prompt) or usage["prompt_tokens"]

@@ -8,7 +8,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def test_a_stream_moves_there_and_back(servers: list[tuple[Server, str]], kind: 
 
 def test_streams_move_when_one_instance_has_too_many(servers: list[tuple[Server, str]]) -> None:
     prompts = [random_prompt(100, seed=10 + n) for n in range(4)]
-    body = {"model": "tiny", "max_tokens": 120, "temperature": 0}
+    body = {"model": "tiny", "max_tokens": 300, "temperature": 0}
 
     async def run() -> tuple[list[list[int]], list[list[int]], int]:
         async with proxy(servers, threshold=2) as (made, url, http):
@@ -169,7 +169,7 @@ def test_streams_move_when_one_instance_has_too_many(servers: list[tuple[Server,
             streams = [
                 asyncio.create_task(stream(http, url, "/v1/completions", {**body, "prompt": p}, {})) for p in prompts
             ]
-            while len(made.instances[0].streams) < 4:
+            while len(made.instances[0].streams) < 4 and not any(s.done() for s in streams):
                 await asyncio.sleep(0.01)
             made.instances[1].failed_at = float("-inf")
             moves = 0
@@ -184,6 +184,68 @@ def test_streams_move_when_one_instance_has_too_many(servers: list[tuple[Server,
     got, direct, moves = asyncio.run(asyncio.wait_for(run(), LIMIT_S))
     assert got == direct
     assert moves >= 1
+
+
+class Script:
+    """An instance that streams these (token, text) pairs, and waits for `go` before the last."""
+
+    def __init__(self, parts: list[tuple[int, str]]) -> None:
+        self._parts = parts
+        self.go, self.over = asyncio.Event(), asyncio.Event()
+        self.asked: list[Any] = []
+
+    async def start(self, stack: AsyncExitStack) -> str:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._generate)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        stack.callback(self.over.set)
+        await web.TCPSite(runner, "127.0.0.1", port := free_port()).start()
+        return f"http://127.0.0.1:{port}"
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append((await request.json())["prompt"])
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for i, (token, text) in enumerate(self._parts):
+            if i == len(self._parts) - 1:
+                await self.go.wait()
+            choice = {"index": 0, "text": text, "token_ids": [token], "prompt_token_ids": None if i else [1, 2],
+                      "finish_reason": "stop" if text == "end" else None}  # fmt: skip
+            await answer.write(f"data: {json.dumps({'id': 'x', 'choices': [choice]})}\n\n".encode())
+        if self._parts[-1][1] == "end":
+            await answer.write(b"data: [DONE]\n\n")
+        else:
+            await self.over.wait()
+        return answer
+
+
+def test_tokens_without_text_come_once() -> None:
+    """Such as <unk>, which detokenizes to nothing, or the first part of a character: a move takes them back."""
+
+    async def run() -> tuple[list[int], list[Any]]:
+        async with AsyncExitStack() as stack:
+            first = Script([(5, "five "), (0, ""), (0, "")])
+            second = Script([(0, ""), (0, ""), (7, "end")])
+            second.go.set()
+            urls = [await first.start(stack), await second.start(stack)]
+            servers = [(Server(None, int(url.rsplit(":", 1)[1]), Path()), "127.0.0.1:9") for url in urls]  # type: ignore[arg-type]
+            made, url, http = await stack.enter_async_context(proxy(servers))
+
+            async def move() -> None:
+                while not (running := list(made.streams.values())) or running[0].held != [0]:
+                    await asyncio.sleep(0.01)
+                async with http.post(f"{url}/migrate", json={}) as got:
+                    assert got.status == 200
+                first.go.set()
+
+            chunks = await stream(http, url, "/v1/completions", {"model": "x", "prompt": [1, 2]}, {1: move})
+            return tokens(chunks), second.asked
+
+    shown, asked = asyncio.run(asyncio.wait_for(run(), 30))
+    assert shown == [5, 0, 0, 7]
+    assert asked == [[1, 2, 5]]
 
 
 def test_an_instance_that_is_not_there_is_gone_around(servers: list[tuple[Server, str]]) -> None:
