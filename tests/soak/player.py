@@ -109,8 +109,8 @@ class Player:
         pool = {"host_pool_gib": (start.host_blocks + 0.5) * BLOCK_BYTES / 2**30}
         config = {**pool, "transfer_timeout_s": 10, **start.config}
         options = dict(start.options)
-        if len(set(self._job.model)) > 1:  # two groups share the blocks; vLLM refuses to start with too few for both
-            options["num_gpu_blocks_override"] = max(64, options["num_gpu_blocks_override"])
+        if len(set(self._job.model)) > 1:  # three groups share the blocks; vLLM refuses to start with too few for all
+            options["num_gpu_blocks_override"] = max(96, options["num_gpu_blocks_override"])
         self._engine = engine = Engine(config, model=self._model, **options)
         self._growth = Growth()
         self.counts["engines"] += 1
