@@ -3,10 +3,13 @@
 
 Decode streams run while known prompts arrive, as in benchmarks/serving_traffic.py, and the parts of vLLM's step are
 timed: scheduler, model runner, output. `--no-copies` hands every load over without its blocks: all but the copying
-happens (the tokens are then wrong, which the time does not mind), so that what is left is vLLM's and ours.
+happens (the tokens are then wrong, which the time does not mind), so that what is left is vLLM's and ours. Without a
+connector (`none`) the prompts are few enough to stay in the GPU's own prefix cache: that is what vLLM needs for any
+known prompt, and so the floor under every connector.
 
     python benchmarks/load_step.py --streams 8 --json load-step.json
     python benchmarks/load_step.py --streams 8 --no-copies --json load-step.json    # adds to the file
+    python benchmarks/load_step.py --streams 8 --connector none --json load-step.json
     python benchmarks/load_step.py --tiny                                           # on CPU
 """
 
@@ -33,6 +36,8 @@ PARTS = {
     "runner": ("add_requests", "finish_requests", "update_requests", "prepare_inputs", "prepare_attn", "sample"),
     "output processor": ("process_outputs",),
 }
+
+ON_GPU = 3  # prompts that stay in the GPU's cache, beside 8 streams
 
 
 class Parts:
@@ -90,7 +95,8 @@ class WithoutCopies:
 def measure(engine: Engine, streams: int, events: int, copies: bool) -> dict[str, Any]:
     parts, steps = Parts(engine), []
     warm_up(engine)
-    known = [engine.prompt(engine.sizes.load_prompt, seed=i) for i in range(engine.sizes.load_prompts)]
+    prompts = engine.sizes.load_prompts if engine.connected else ON_GPU
+    known = [engine.prompt(engine.sizes.load_prompt, seed=i) for i in range(prompts)]
     engine.fill(known)
     if not copies:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -119,6 +125,7 @@ def measure(engine: Engine, streams: int, events: int, copies: bool) -> dict[str
     return {
         "alone": percentiles([gap for gaps in alone.gaps for gap in gaps]),
         "beside loads": percentiles([gap for gaps in busy.gaps for gap in gaps]),
+        "ttft of known prompts": percentiles(busy.side_ms),
         "median step": slowest[len(slowest) // 2],
         "slowest steps": slowest[: events + 2],
         "thread_us": thread_times(watched, [True] * len(watched)) if engine.connected else {},

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -10,14 +11,40 @@
 namespace pega {
 namespace {
 
-// A bytes object of n uint32, filled in place: one allocation and no copy for thousands of slots.
+// A bytes object, filled in place: one allocation and no copy for thousands of keys or slots.
+template <typename Fill>
+nb::bytes make_bytes(size_t n, Fill fill) {
+  nb::object out = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(n)));
+  if (!out.is_valid()) throw nb::python_error();
+  fill(PyBytes_AS_STRING(out.ptr()));
+  return nb::borrow<nb::bytes>(out);
+}
+
 template <typename Fill>
 nb::bytes make_slots(size_t n, Fill fill) {
-  nb::object out =
-      nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(n * sizeof(uint32_t))));
-  if (!out.is_valid()) throw nb::python_error();
-  fill(reinterpret_cast<uint32_t*>(PyBytes_AS_STRING(out.ptr())));
-  return nb::borrow<nb::bytes>(out);
+  return make_bytes(n * sizeof(uint32_t), [&](char* out) { fill(reinterpret_cast<uint32_t*>(out)); });
+}
+
+// b"".join(keys[begin:end]), where each must have key_bytes. Thousands of small objects lie all over memory:
+// they are fetched well before they are copied, which takes half the time.
+nb::bytes join_keys(nb::handle keys, size_t begin, size_t end, size_t key_bytes) {
+  constexpr size_t kAhead = 24;
+  const nb::object fast = nb::steal(PySequence_Fast(keys.ptr(), "keys must be a sequence of bytes"));
+  if (!fast.is_valid()) throw nb::python_error();
+  end = std::min(end, static_cast<size_t>(PySequence_Fast_GET_SIZE(fast.ptr())));
+  PyObject* const* items = PySequence_Fast_ITEMS(fast.ptr());
+  return make_bytes(begin < end ? (end - begin) * key_bytes : 0, [&](char* out) {
+    for (size_t i = begin; i < end; ++i, out += key_bytes) {
+      if (i + kAhead < end) {
+        __builtin_prefetch(items[i + kAhead]);
+        __builtin_prefetch(reinterpret_cast<const char*>(items[i + kAhead]) + 64);
+      }
+      if (!PyBytes_Check(items[i]) || static_cast<size_t>(PyBytes_GET_SIZE(items[i])) != key_bytes)
+        throw std::invalid_argument("key " + std::to_string(i) + " is not " + std::to_string(key_bytes) +
+                                    " bytes");
+      std::memcpy(out, PyBytes_AS_STRING(items[i]), key_bytes);
+    }
+  });
 }
 
 struct Keys {
@@ -53,6 +80,13 @@ void bind_index(nb::module_& m) {
       .def(nb::init<const std::vector<uint32_t>&, std::vector<uint32_t>, uint32_t>(),
            nb::arg("slots_per_class"), nb::arg("group_classes"), nb::arg("key_bytes") = 32)
       .def_prop_ro_static("NO_SLOT", [](nb::handle) { return SlotIndex::kNoSlot; })
+      .def_prop_ro("key_bytes", &SlotIndex::key_bytes)
+      .def(
+          "join",
+          [](const SlotIndex& self, nb::handle keys, size_t begin, size_t end) {
+            return join_keys(keys, begin, end, self.key_bytes());
+          },
+          nb::arg("keys"), nb::arg("begin"), nb::arg("end"))
       .def(
           "match_and_pin",
           [](SlotIndex& self, uint64_t group, nb::handle joined, size_t start) {

@@ -11,10 +11,10 @@
 namespace pega {
 namespace {
 
-// How many keys a lookup is ahead of the one it compares, in fetching the cell, the node and the node's
-// neighbours: as many as a core has misses on their way (10 to 16), for each of the three.
-constexpr size_t kCellsAhead = 36, kNodesAhead = 24, kNeighboursAhead = 12;
-constexpr size_t kAhead = 64;  // a power of two above all of them
+// How many keys a lookup is ahead of the one it compares, in fetching the cell and then the node: as many as
+// a core has misses on their way (10 to 16), for each of the two.
+constexpr size_t kCellsAhead = 24, kNodesAhead = 12;
+constexpr size_t kAhead = 32;  // a power of two above both
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
 
@@ -109,17 +109,15 @@ uint32_t SlotIndex::find(uint64_t h, uint64_t group, const Key& key) const {
 }
 
 // Calls visit(i, node or kNoSlot) for each key until it returns false. A million slots do not fit a cache, so
-// what a key needs is fetched while others are compared: its cell, then the node that this names, then that
-// one's neighbours in the LRU list, where the visitor will unlink it.
+// what a key needs is fetched while others are compared: its cell, then the node that this names.
 template <typename Visit>
-void SlotIndex::look_up(uint64_t group, const uint8_t* keys, size_t n, bool neighbours, Visit visit) {
+void SlotIndex::look_up(uint64_t group, const uint8_t* keys, size_t n, Visit visit) {
   struct Ahead {
     Key key;
     uint64_t hash;
-    uint32_t likely;
   } ahead[kAhead];
   const auto at = [&](size_t i) -> Ahead& { return ahead[i % kAhead]; };
-  size_t cell = 0, node = 0, neighbour = 0;
+  size_t cell = 0, node = 0;
   for (size_t i = 0; i < n; ++i) {
     for (; cell < std::min(n, i + kCellsAhead); ++cell) {
       Ahead& a = at(cell);
@@ -128,15 +126,8 @@ void SlotIndex::look_up(uint64_t group, const uint8_t* keys, size_t n, bool neig
       __builtin_prefetch(&cells_[a.hash & mask_]);
     }
     for (; node < std::min(n, i + kNodesAhead); ++node) {
-      Ahead& a = at(node);
-      a.likely = cells_[a.hash & mask_].node;
-      if (a.likely != kNoSlot) __builtin_prefetch(&nodes_[a.likely], 1);
-    }
-    for (; neighbours && neighbour < std::min(n, i + kNeighboursAhead); ++neighbour) {
-      const uint32_t likely = at(neighbour).likely;
-      if (likely == kNoSlot) continue;
-      if (nodes_[likely].older != kNoSlot) __builtin_prefetch(&nodes_[nodes_[likely].older], 1);
-      if (nodes_[likely].newer != kNoSlot) __builtin_prefetch(&nodes_[nodes_[likely].newer], 1);
+      const uint32_t likely = cells_[at(node).hash & mask_].node;
+      if (likely != kNoSlot) __builtin_prefetch(&nodes_[likely], 1);
     }
     if (!visit(i, find(at(i).hash, group, at(i).key))) return;
   }
@@ -168,27 +159,35 @@ void SlotIndex::remove(uint32_t n) {
 void SlotIndex::link_newest(Class& c, uint32_t n) {
   nodes_[n].older = c.newest;
   nodes_[n].newer = kNoSlot;
+  nodes_[n].listed = true;
   (c.newest == kNoSlot ? c.oldest : nodes_[c.newest].newer) = n;
   c.newest = n;
 }
 
 void SlotIndex::unlink(Class& c, uint32_t n) {
-  const Node& node = nodes_[n];
+  Node& node = nodes_[n];
+  if (!node.listed) return;
+  node.listed = false;
   (node.older == kNoSlot ? c.oldest : nodes_[node.older].newer) = node.newer;
   (node.newer == kNoSlot ? c.newest : nodes_[node.newer].older) = node.older;
 }
 
+// Where unlinking this node will write.
+void SlotIndex::fetch_neighbours(const Node& node) const {
+  if (!node.listed) return;
+  if (node.older != kNoSlot) __builtin_prefetch(&nodes_[node.older], 1);
+  if (node.newer != kNoSlot) __builtin_prefetch(&nodes_[node.newer], 1);
+}
+
 void SlotIndex::take_pin(Class& c, uint32_t n) {
   if (nodes_[n].pins == UINT32_MAX) refuse("a slot has 2^32 - 1 pins");
-  if (nodes_[n].pins++ != 0) return;
-  unlink(c, n);
-  ++c.counts.pinned;
+  if (nodes_[n].pins++ == 0) ++c.counts.pinned;
 }
 
 size_t SlotIndex::match_and_pin(uint64_t group, const uint8_t* keys, size_t n, uint32_t* slots) {
   Class& c = class_of(group);
   size_t length = 0;
-  look_up(group, keys, n, true, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, [&](size_t i, uint32_t node) {
     if (node == kNoSlot || nodes_[node].state != State::kReady) return false;
     take_pin(c, node);
     slots[i] = node - c.first;
@@ -201,7 +200,7 @@ size_t SlotIndex::match_and_pin(uint64_t group, const uint8_t* keys, size_t n, u
 size_t SlotIndex::match(uint64_t group, const uint8_t* keys, size_t n) {
   class_of(group);
   size_t length = 0;
-  look_up(group, keys, n, false, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, [&](size_t i, uint32_t node) {
     if (node == kNoSlot || nodes_[node].state != State::kReady) return false;
     length = i + 1;
     return true;
@@ -211,7 +210,7 @@ size_t SlotIndex::match(uint64_t group, const uint8_t* keys, size_t n) {
 
 void SlotIndex::contains(uint64_t group, const uint8_t* keys, size_t n, Presence* out) {
   class_of(group);
-  look_up(group, keys, n, false, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, [&](size_t i, uint32_t node) {
     out[i] = node == kNoSlot                          ? Presence::kAbsent
              : nodes_[node].state == State::kReserved ? Presence::kReserved
                                                       : Presence::kReady;
@@ -221,7 +220,7 @@ void SlotIndex::contains(uint64_t group, const uint8_t* keys, size_t n, Presence
 
 void SlotIndex::pin(uint64_t group, const uint8_t* keys, size_t n, uint32_t* slots) {
   Class& c = class_of(group);
-  look_up(group, keys, n, false, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, [&](size_t i, uint32_t node) {
     if (node == kNoSlot || nodes_[node].state != State::kReady)
       refuse("key " + std::to_string(i) + " of " + std::to_string(n) + " is not ready; nothing was pinned");
     slots[i] = node - c.first;
@@ -244,6 +243,8 @@ void SlotIndex::unpin(uint64_t group, const uint32_t* slots, size_t n) {
   size_t i = 0;
   try {
     for (; i < n; ++i) {
+      if (i + kNodesAhead < n && slots[i + kNodesAhead] < c.slots)
+        __builtin_prefetch(&nodes_[c.first + slots[i + kNodesAhead]], 1);
       Node& node = nodes_[checked(c, group, slots[i])];
       if (node.pins == 0) refuse(name(group, slots[i]) + " is not pinned (that often)");
       --node.pins;
@@ -253,11 +254,13 @@ void SlotIndex::unpin(uint64_t group, const uint32_t* slots, size_t n) {
     throw;
   }
   for (i = n; i-- > 0;) {
+    if (i >= kNodesAhead) fetch_neighbours(nodes_[c.first + slots[i - kNodesAhead]]);
     const uint32_t node = c.first + slots[i];
     if (nodes_[node].pins != 0 || nodes_[node].marked) continue;  // marked: named twice, done already
     nodes_[node].marked = true;
     --c.counts.pinned;
     if (nodes_[node].state == State::kReady) {
+      unlink(c, node);
       link_newest(c, node);
     } else {
       --c.counts.ready;
@@ -281,11 +284,11 @@ void SlotIndex::forget_ready(Class& c, uint32_t n) {
   remove(n);
   changes_.add(IndexChanges::Kind::kRemoved, nodes_[n].group, nodes_[n].key.bytes(), key_bytes_);
   ++version_;
+  unlink(c, n);
   if (nodes_[n].pins != 0) {
     nodes_[n].state = State::kReadyForgotten;
     return;
   }
-  unlink(c, n);
   --c.counts.ready;
   set_free(c, n);
 }
@@ -300,7 +303,9 @@ size_t SlotIndex::evict(Class& c, size_t wanted) {
   };
   for (uint32_t n = c.oldest; n != kNoSlot && evicted < wanted;) {
     const uint32_t next = nodes_[n].newer;
-    if (!nodes_[n].marked && !leased(n)) {
+    if (nodes_[n].pins != 0) {
+      unlink(c, n);
+    } else if (!nodes_[n].marked && !leased(n)) {
       forget_ready(c, n);
       ++evicted;
     }
@@ -317,7 +322,7 @@ void SlotIndex::reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t n
   // Keys of this very call are not to be evicted for each other.
   std::vector<uint32_t> present;
   size_t wanted = 0;
-  look_up(group, keys, n, false, [&](size_t i, uint32_t node) {
+  look_up(group, keys, n, [&](size_t i, uint32_t node) {
     slots[i] = kNoSlot;
     if (node == kNoSlot) {
       ++wanted;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which key lies in which slot: hash map, LRU and pins. Used by the scheduler's thread alone.
 //
-// Slots: free -> reserved -> ready. A pinned slot is in no LRU list, so eviction never has to step over one.
-// What is forgotten while somebody still holds it (a pin, or a writer) leaves the map at once and becomes
-// free with its last holder.
+// Slots: free -> reserved -> ready. A pinned slot leaves the LRU list when eviction meets it there, so that
+// pinning visits no other slot and eviction steps over it once at most. What is forgotten while somebody
+// still holds it (a pin, or a writer) leaves the map at once and becomes free with its last holder.
 #pragma once
 
 #include <cstddef>
@@ -78,6 +78,7 @@ class SlotIndex {
     uint32_t pins;
     uint32_t older, newer;  // in the LRU list
     State state;
+    bool listed;  // in the LRU list: ready, and not met by eviction while pinned
     bool marked;  // scratch
   };
   // A cell of the open-addressing table; `tag` spares most visits of nodes.
@@ -100,11 +101,12 @@ class SlotIndex {
   static uint64_t hash(uint64_t group, const Key& key);
   uint32_t find(uint64_t hash, uint64_t group, const Key& key) const;
   template <typename Visit>
-  void look_up(uint64_t group, const uint8_t* keys, size_t n, bool neighbours, Visit visit);
+  void look_up(uint64_t group, const uint8_t* keys, size_t n, Visit visit);
   void insert(uint32_t node);
   void remove(uint32_t node);
   void link_newest(Class& c, uint32_t node);
   void unlink(Class& c, uint32_t node);
+  void fetch_neighbours(const Node& node) const;
   void take_pin(Class& c, uint32_t node);
   void set_free(Class& c, uint32_t node);
   void forget_ready(Class& c, uint32_t node);

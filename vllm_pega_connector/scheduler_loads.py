@@ -80,7 +80,7 @@ class Loads:
         match = Match(start, 0, [], shared.index.version)
         if start >= blocks or _past_end(request, start * shared.block_size):
             return match
-        joined = state.joined_hashes(blocks, shared.key_bytes)
+        joined = state.joined_hashes(blocks, shared.index)
         end = blocks
         for group in self._full:
             slots: bytes = shared.index.match_and_pin(group, joined, start)
@@ -139,7 +139,7 @@ class Loads:
         if not match.pins:
             return
         end = match.start + match.blocks
-        joined = state.joined_hashes(end, self._shared.key_bytes)
+        joined = state.joined_hashes(end, self._shared.index)
         moves = move_rows([(group, block_ids[group][first:end], pinned) for group, first, pinned in match.pins])
         keys = b"".join(joined[first * self._shared.key_bytes :] for _, first, _ in match.pins)
         if self._windows and match.blocks < offered:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
+    from vllm_pega_connector._native import SlotIndex
     from vllm_pega_connector.kv_events import KvEvents
     from vllm_pega_connector.migration.hook import Ask, Migration
 
@@ -81,14 +82,12 @@ class RequestState:
         self.saved = [0] * len(self.block_ids)
         self.last_slot = [-1] * len(self.block_ids)
 
-    def joined_hashes(self, blocks: int, key_bytes: int) -> bytes:
+    def joined_hashes(self, blocks: int, index: SlotIndex) -> bytes:
         """The first `blocks` block hashes of the request, joined; grown once, then reused."""
         if self.joined_blocks < blocks:
-            hashes = self.request.block_hashes
-            whole = self.joined_blocks == 0 and blocks == len(hashes)  # the usual case, without a copy of the list
-            self.joined += b"".join(hashes if whole else hashes[self.joined_blocks : blocks])
+            self.joined += index.join(self.request.block_hashes, self.joined_blocks, blocks)
             self.joined_blocks = blocks
-        return self.joined if self.joined_blocks == blocks else self.joined[: blocks * key_bytes]
+        return self.joined if self.joined_blocks == blocks else self.joined[: blocks * index.key_bytes]
 
 
 @dataclass

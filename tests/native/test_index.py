@@ -283,6 +283,28 @@ def test_eviction_spares_the_pinned_and_the_keys_of_the_same_call():
     assert list(index.contains(0, joined([0, 1, 2, 3]))) == [2, 2, 2, 0]
 
 
+def test_a_pinned_slot_that_eviction_met_is_the_most_recent_once_unpinned():
+    index = filled(4, 4)
+    pinned = index.match_and_pin(0, joined([3]))  # the oldest: of one run the tail goes first
+    assert ids(index.reserve(0, joined([60])))[0] != NO_SLOT  # eviction steps over it
+    index.unpin(0, pinned)
+    index.reserve(0, joined([61, 62]))
+    assert list(index.contains(0, joined(range(4)))) == [0, 0, 0, 2]
+
+
+def test_join():
+    index = native.SlotIndex([8], [0], key_bytes=3)
+    keys = [bytes([i, i + 1, i + 2]) for i in range(100)]
+    for begin, end in ((0, 100), (0, 1), (7, 63), (99, 100), (5, 5), (6, 2), (90, 1000), (200, 300)):
+        assert index.join(keys, begin, end) == b"".join(keys[begin:end])
+        assert index.join(tuple(keys), begin, end) == b"".join(keys[begin:end])
+    for bad in ("abc", 7, b"ab", b"abcd", None):
+        with pytest.raises(ValueError, match="key 50 is not 3 bytes"):
+            index.join([*keys[:50], bad, *keys[51:]], 0, 100)
+    with pytest.raises(TypeError, match="sequence of bytes"):
+        index.join(7, 0, 1)
+
+
 def test_groups_never_meet():
     index = filled(8, 4, group=1)
     assert index.match(1, joined(range(4))) == 4
