@@ -70,10 +70,10 @@ def agents(report: Report, quick: bool) -> None:
 class Pair:
     """The two instances; prompts are numbered, so that both make the same."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.source = Handle(args.model, args.host_gib, args.gpu_blocks)
+    def __init__(self, args: argparse.Namespace, connector: str = "pega") -> None:
+        self.source = Handle(args.model, args.host_gib, args.gpu_blocks, connector)
         self.source.agent = self.source.ask("ready")  # one after the other: each measures the memory that is free
-        self.target = Handle(args.model, args.host_gib, args.gpu_blocks)
+        self.target = Handle(args.model, args.host_gib, args.gpu_blocks, connector)
         self.target.agent = self.target.ask("ready")
         self._seeds = itertools.count(1)
 
@@ -84,7 +84,7 @@ class Pair:
     def computed(self, tokens: int) -> int:
         """A prompt that the source holds in its pool."""
         seed = next(self._seeds)
-        self.source.ask("run", seed, tokens, None, 0)
+        self.source.ask("give", seed, tokens)
         self.source.ask("settle")
         return seed
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vLLM instance with PegaConnector in a process of its own, stepped by its main thread and told what to do line by
-line, for benchmarks/migration_goals.py. Times are time.monotonic(): one clock for all processes of a machine."""
+"""One vLLM instance with PegaConnector, or with vLLM's MooncakeConnector, in a process of its own, stepped by its main
+thread and told what to do line by line, for benchmarks/migration_goals.py and handover.py. Times are
+time.monotonic(): one clock for all processes of a machine."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import json
 import os
 import queue
 import random
+import socket
 import sys
 import threading
 import time
@@ -26,11 +28,21 @@ BLOCK = {"tiny": 32}  # tokens; CPU attention wants 32
 class Handle(LineProcess):
     """The other process, from outside."""
 
-    def __init__(self, model: str, host_gib: float, gpu_blocks: int) -> None:
+    def __init__(self, model: str, host_gib: float, gpu_blocks: int, connector: str = "pega",
+                 migration: dict[str, Any] | None = None) -> None:  # fmt: skip
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         super().__init__(
-            lambda answers: [sys.executable, __file__, answers, model, str(host_gib), str(gpu_blocks)],
-            {"PYTHONPATH": path, "PYTHONHASHSEED": "0"},
+            lambda answers: [
+                sys.executable,
+                __file__,
+                answers,
+                model,
+                str(host_gib),
+                str(gpu_blocks),
+                connector,
+                json.dumps(migration or {}),
+            ],
+            {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(free_port())},
             stdout=sys.stderr,
         )
         self.agent = ""  # set by whoever waited for "ready"
@@ -42,8 +54,93 @@ class Handle(LineProcess):
             raise SystemExit(str(error)) from None
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Pega:
+    """Another instance's blocks are looked for by their hashes."""
+
+    def __init__(self, host_gib: float, migration: dict[str, Any]) -> None:
+        self.config = {
+            "kv_connector": "PegaConnector",
+            "kv_connector_module_path": "vllm_pega_connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "host_pool_gib": host_gib,
+                "migration": {"listen": "127.0.0.1:0", "transport": "tcp", "timeout_s": 60, "model_id": "bench"}
+                | migration,
+            },
+        }
+        self.pulls: list[dict[str, Any]] = []
+
+    def attach(self, scheduler_connector: Any) -> None:
+        self._migration = scheduler_connector._scheduler._migration
+        client_poll = self._migration._client.poll
+
+        def poll() -> Any:
+            events = client_poll()
+            for e in events:
+                if hasattr(e, "published"):
+                    self.pulls.append({"bytes": e.nbytes, "reason": e.reason, "blocks": sum(e.published),
+                                       "asked": len(e.published), "seconds": e.seconds, "gap_s": e.gap_s,
+                                       "seen": time.monotonic()})  # fmt: skip
+            return events
+
+        self._migration._client.poll = poll
+
+    def address(self) -> str:
+        while not self._migration.port:
+            self._migration.poll()
+            if self._migration.failure:
+                raise SystemExit(self._migration.failure)
+            time.sleep(0.01)
+        return f"127.0.0.1:{self._migration.port}"
+
+    @property
+    def asked(self) -> int:
+        """Pulls so far."""
+        return int(self._migration._next_pull)
+
+    def give(self, _seed: int) -> dict[str, Any]:
+        return {}
+
+    def take(self, _seed: int, source: str) -> dict[str, Any]:
+        return {"pega": {"source": source}}
+
+
+class Mooncake:
+    """vLLM's own: the source's GPU blocks are held for one request, which is named when its prompt is prefilled."""
+
+    def __init__(self, _host_gib: float, _migration: dict[str, Any]) -> None:
+        self.config = {
+            "kv_connector": "MooncakeConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
+        }
+        self.pulls: list[dict[str, Any]] = []
+        self.asked = 0
+
+    def attach(self, scheduler_connector: Any) -> None:
+        self._engine_id = scheduler_connector.engine_id
+
+    def address(self) -> str:
+        return f"{self._engine_id}@http://127.0.0.1:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}"
+
+    def give(self, seed: int) -> dict[str, Any]:
+        return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"t{seed}"}
+
+    def take(self, seed: int, source: str) -> dict[str, Any]:
+        engine_id, _, url = source.partition("@")
+        return {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": f"t{seed}",
+                "remote_engine_id": engine_id, "remote_bootstrap_addr": url}  # fmt: skip
+
+
 class Served:
-    def __init__(self, model: str, host_gib: float, gpu_blocks: int) -> None:
+    def __init__(self, model: str, host_gib: float, gpu_blocks: int, connector: str, migration: dict[str, Any]) -> None:
         import torch
         from shapes import model_options
         from vllm import EngineArgs, LLMEngine
@@ -55,48 +152,27 @@ class Served:
             options = {"compilation_config": graphs, "gpu_memory_utilization": 0.3}
         self.block = BLOCK.get(model, 16)
         self.max_length = 4096 if model == "tiny" else 40960
-        transfer = {
-            "kv_connector": "PegaConnector",
-            "kv_connector_module_path": "vllm_pega_connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "host_pool_gib": host_gib,
-                "migration": {"listen": "127.0.0.1:0", "transport": "tcp", "timeout_s": 60, "model_id": "bench"},
-            },
-        }
+        self.connector = {"pega": Pega, "mooncake": Mooncake}[connector](host_gib, migration)
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(**model_options(model), skip_tokenizer_init=True, max_model_len=self.max_length,
                        max_num_batched_tokens=8192, num_gpu_blocks_override=gpu_blocks, block_size=self.block,
-                       enable_prefix_caching=True, async_scheduling=False, seed=0, kv_transfer_config=transfer,
-                       max_num_seqs=64, **options)
+                       enable_prefix_caching=True, async_scheduling=False, seed=0, max_num_seqs=64,
+                       kv_transfer_config=self.connector.config, **options)
         )  # fmt: skip
         core: Any = self.engine.engine_core
-        self.migration = core.engine_core.scheduler.connector._scheduler._migration
-        self.pulls: list[dict[str, Any]] = []
-        client_poll = self.migration._client.poll
-
-        def poll() -> Any:
-            events = client_poll()
-            for e in events:
-                if hasattr(e, "published"):
-                    self.pulls.append({"bytes": e.nbytes, "reason": e.reason, "blocks": sum(e.published),
-                                       "asked": len(e.published), "seconds": e.seconds, "gap_s": e.gap_s,
-                                       "seen": time.monotonic()})  # fmt: skip
-            return events
-
-        self.migration._client.poll = poll
+        self.connector.attach(core.engine_core.scheduler.connector)
         self.names = itertools.count()
+        self.cached_tokens: dict[str, int] = {}  # of a request's prompt, wherever they came from
         self.streams: dict[str, float] = {}  # name: when its last token came
         self.tokens: list[tuple[float, float]] = []  # when one came, and how long after the one before
         self.commands: queue.Queue[list[Any]] = queue.Queue()
 
-    def add(self, seed: int, length: int, tokens: int, source: str | None = None) -> str:
+    def add(self, seed: int, length: int, tokens: int, transfer: dict[str, Any] | None = None) -> str:
         from vllm import SamplingParams
 
         prompt = random.Random(seed).choices(range(10, 1000), k=length)
         name = f"r{next(self.names)}"
-        extra = {"kv_transfer_params": {"pega": {"source": source}}} if source else None
+        extra = {"kv_transfer_params": transfer} if transfer else None
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
         return name
@@ -109,6 +185,7 @@ class Served:
                 continue
             now = time.monotonic()
             gave.add(output.request_id)
+            self.cached_tokens[output.request_id] = output.num_cached_tokens
             if output.request_id in self.streams:
                 if self.streams[output.request_id]:
                     self.tokens.append((now, now - self.streams[output.request_id]))
@@ -118,12 +195,7 @@ class Served:
     # --- commands ---
 
     def ready(self) -> str:
-        while not self.migration.port:
-            self.migration.poll()
-            if self.migration.failure:
-                raise SystemExit(self.migration.failure)
-            time.sleep(0.01)
-        return f"127.0.0.1:{self.migration.port}"
+        return self.connector.address()
 
     def background(self, count: int, seed: int, context: int) -> int:
         """That many decode streams, from a moment on at which each has given some tokens."""
@@ -145,17 +217,25 @@ class Served:
 
     def run(self, seed: int, length: int, source: str | None, hold_gil_s: float) -> dict[str, Any]:
         """One prompt to its first token. hold_gil_s: the main thread holds the GIL so long once its pull is posted."""
-        pulls, posted = len(self.pulls), self.migration._next_pull
+        return self.one(seed, length, self.connector.take(seed, source) if source else None, hold_gil_s)
+
+    def give(self, seed: int, length: int) -> dict[str, Any]:
+        """The same for one that another instance will take."""
+        return self.one(seed, length, self.connector.give(seed))
+
+    def one(self, seed: int, length: int, transfer: dict[str, Any] | None, hold_gil_s: float = 0) -> dict[str, Any]:
+        pulls, asked = len(self.connector.pulls), self.connector.asked
         start = time.monotonic()
-        name = self.add(seed, length, 1, source)
+        name = self.add(seed, length, 1, transfer)
         if hold_gil_s:
-            while self.migration._next_pull == posted:
+            while self.connector.asked == asked:
                 self.step()
             hold(hold_gil_s)
         while name not in self.step():
             pass
         end = time.monotonic()
-        return {"start": start, "end": end, "ttft_s": end - start, "pulls": self.pulls[pulls:]}
+        return {"start": start, "end": end, "ttft_s": end - start, "pulls": self.connector.pulls[pulls:],
+                "cached_tokens": self.cached_tokens[name]}  # fmt: skip
 
     def settle(self) -> float:
         """Lets saves end: a pause, then steps; twice, as their ends may free others."""
@@ -202,11 +282,11 @@ def hold(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-def main(answers: str, model: str, host_gib: str, gpu_blocks: str) -> None:
+def main(answers: str, model: str, host_gib: str, gpu_blocks: str, connector: str, migration: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    served = Served(model, float(host_gib), int(gpu_blocks))
+    served = Served(model, float(host_gib), int(gpu_blocks), connector, json.loads(migration))
     with os.fdopen(int(answers), "w") as out:
         served.serve(out)
 
