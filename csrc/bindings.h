@@ -41,8 +41,8 @@ class BufferView {
  public:
   explicit BufferView(nb::handle object);  // throws the Python error
   ~BufferView() { PyBuffer_Release(&view_); }
-  BufferView(const BufferView&) = delete;
-  BufferView& operator=(const BufferView&) = delete;
+  BufferView(BufferView&& other) noexcept : view_(other.view_) { other.view_ = {}; }
+  BufferView& operator=(BufferView&&) = delete;
   const void* data() const { return view_.buf; }
   size_t nbytes() const { return static_cast<size_t>(view_.len); }
   const Py_buffer& info() const { return view_; }

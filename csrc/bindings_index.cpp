@@ -47,6 +47,41 @@ nb::bytes join_keys(nb::handle keys, size_t begin, size_t end, size_t key_bytes)
   });
 }
 
+// Rows of (group, block, slot) of parts of (group, block ids, uint32 slots), as engines take them.
+nb::bytes move_rows(nb::handle parts) {
+  struct Part {
+    uint32_t group;
+    nb::object blocks;
+    BufferView slots;
+  };
+  std::vector<Part> taken;
+  size_t total = 0;
+  taken.reserve(nb::len(parts));
+  for (nb::handle part : parts) {
+    const auto entry = nb::cast<nb::tuple>(part);
+    if (entry.size() != 3) throw std::invalid_argument("a part is (group, blocks, slots)");
+    nb::object blocks = nb::steal(PySequence_Fast(entry[1].ptr(), "blocks must be a sequence of ints"));
+    if (!blocks.is_valid()) throw nb::python_error();
+    taken.push_back({nb::cast<uint32_t>(entry[0]), blocks, BufferView(entry[2])});
+    const size_t n = static_cast<size_t>(PySequence_Fast_GET_SIZE(blocks.ptr()));
+    if (taken.back().slots.nbytes() != n * sizeof(uint32_t))
+      throw std::invalid_argument(std::to_string(n) + " blocks and " +
+                                  std::to_string(taken.back().slots.nbytes()) + " bytes of slots");
+    total += n;
+  }
+  return make_slots(3 * total, [&](uint32_t* row) {
+    for (const Part& part : taken) {
+      PyObject* const* blocks = PySequence_Fast_ITEMS(part.blocks.ptr());
+      const auto* slots = static_cast<const char*>(part.slots.data());
+      for (size_t i = 0; i < part.slots.nbytes() / sizeof(uint32_t); ++i, row += 3) {
+        row[0] = part.group;
+        row[1] = nb::cast<uint32_t>(nb::handle(blocks[i]));
+        std::memcpy(row + 2, slots + i * sizeof(uint32_t), sizeof(uint32_t));
+      }
+    }
+  });
+}
+
 struct Keys {
   Keys(const SlotIndex& index, nb::handle joined, size_t start = 0)
       : view(joined), count(count_keys(view, index.key_bytes())) {
@@ -76,6 +111,7 @@ struct Slots {
 }  // namespace
 
 void bind_index(nb::module_& m) {
+  m.def("move_rows", &move_rows, nb::arg("parts"));
   nb::class_<SlotIndex>(m, "SlotIndex")
       .def(nb::init<const std::vector<uint32_t>&, std::vector<uint32_t>, uint32_t>(),
            nb::arg("slots_per_class"), nb::arg("group_classes"), nb::arg("key_bytes") = 32)
@@ -179,6 +215,11 @@ void bind_index(nb::module_& m) {
            })
       .def_prop_ro("version", &SlotIndex::version)
       .def_prop_ro("evictions", &SlotIndex::evictions)
+      .def("totals",
+           [](const SlotIndex& self) {
+             const SlotIndex::Counts c = self.totals();
+             return nb::make_tuple(c.free, c.reserved, c.ready, c.pinned, c.total);
+           })
       .def(
           "counts",
           [](const SlotIndex& self, uint64_t slot_class) {

@@ -471,4 +471,13 @@ SlotIndex::Counts SlotIndex::counts(uint64_t slot_class) const {
   return classes_[slot_class].counts;
 }
 
+SlotIndex::Counts SlotIndex::totals() const {
+  Counts sum;
+  for (const Class& c : classes_) {
+    sum.free += c.counts.free, sum.reserved += c.counts.reserved, sum.ready += c.counts.ready;
+    sum.pinned += c.counts.pinned, sum.total += c.counts.total;
+  }
+  return sum;
+}
+
 }  // namespace pega

@@ -60,6 +60,7 @@ class SlotIndex {
   uint64_t version() const { return version_; }
   uint64_t evictions() const { return evictions_; }
   Counts counts(uint64_t slot_class) const;
+  Counts totals() const;
 
  private:
   enum class State : uint8_t { kFree, kReserved, kReady, kReservedForgotten, kReadyForgotten };

@@ -318,6 +318,9 @@ class TransferEngine:
     def close(self, timeout_s: float = 10.0) -> bool:
         """Cancels, drains, stops the thread. False if something is still in flight: memory must then stay mapped."""
 
+def move_rows(parts: Sequence[tuple[int, Sequence[int], Buffer]]) -> bytes:
+    """uint32 [n, 3] rows of (group, block, slot) of parts of (group, blocks, uint32 slots)."""
+
 class SlotIndex:
     """Which key lies in which slot: hash map, LRU and reference counts. Slots: free -> reserved -> ready.
 
@@ -364,6 +367,8 @@ class SlotIndex:
         """Changes whenever a match might give another answer."""
     @property
     def evictions(self) -> int: ...
+    def totals(self) -> tuple[int, int, int, int, int]:
+        """Slots of all classes: free, reserved, ready, pinned, total."""
     def counts(self, slot_class: int = 0) -> dict[str, int]:
         """{"free", "reserved", "ready", "pinned", "total"}; pinned counts slots, within ready."""
 

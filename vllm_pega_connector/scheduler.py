@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+SLOT_STATES = ("free", "reserved", "ready", "pinned", "total")  # as the index counts them
+
+
 class PegaScheduler:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: PegaConfig, saves: bool, loads: bool) -> None:
         self._vllm_config, self._kv_cache_config, self._config = vllm_config, kv_cache_config, config
@@ -51,7 +54,7 @@ class PegaScheduler:
         self._told_failures: Counter[str] = Counter()
         self._moved: Counter[str] = Counter()  # blocks by direction since the last report
         self._told_evictions = 0
-        self._told_pool: dict[str, int] = {}
+        self._told_pool: tuple[int, ...] = ()
 
     @property
     def drops(self) -> Counter[str]:
@@ -293,17 +296,15 @@ class PegaScheduler:
 
     def _slots(self) -> dict[str, int]:
         """Slots by state, of all size classes."""
-        if self._shared.index is None:
-            return {}
-        classes = max(next(iter(self._handshakes.values())).group_classes) + 1
-        counts = [self._shared.index.counts(c) for c in range(classes)]
-        return {state: sum(c[state] for c in counts) for state in counts[0]}
+        return (
+            dict(zip(SLOT_STATES, self._shared.index.totals(), strict=True)) if self._shared.index is not None else {}
+        )
 
     def take_stats(self) -> PegaStats | None:
         """What was dropped, failed or evicted since the last call, and the pool as it stands. vLLM asks every step."""
         if self._shared.index is None:
             return None
-        slots, faults = self._slots(), take_faults()
+        slots, faults = self._shared.index.totals(), take_faults()
         migrations = self._migration.take_stats() if self._migration is not None else None
         lost = not (dict.__eq__(self.drops, self._told_drops) and dict.__eq__(self.load_failures, self._told_failures))
         if not (faults or migrations or lost or self._moved or slots != self._told_pool):
@@ -323,6 +324,6 @@ class PegaScheduler:
         if migrations:
             stats.add_migrations(migrations)
         if slots != self._told_pool:
-            stats.data["pool"] = slots
+            stats.data["pool"] = self._slots()
         self._told_evictions, self._told_pool = evictions, slots
         return stats

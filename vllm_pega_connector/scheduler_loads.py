@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_pega_connector.guard import log_limited
 from vllm_pega_connector.messages import TransferJob
-from vllm_pega_connector.scheduler_state import Job, Match, RequestState, Shared, move_rows
+from vllm_pega_connector.scheduler_state import Job, Match, RequestState, Shared, last_of, move_rows
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -165,6 +165,8 @@ class Loads:
         for group, slots in job.slots:
             self._shared.index.unpin(group, slots)
         if not job.errors:
+            if job.start == 0:  # what came from the pool needs no saving
+                state.loaded = {g: (len(slots) // 4, last_of(slots)) for g, slots in job.slots if g in self._full}
             return
         state.load_limit = job.start
         failures = [e for e in job.errors if not e.startswith("cancelled")]  # we cancel when the request has gone

@@ -13,7 +13,7 @@ from vllm_pega_connector import compat
 from vllm_pega_connector.config import PegaConfig, PolicyConfig
 from vllm_pega_connector.guard import log_limited
 from vllm_pega_connector.messages import TransferJob
-from vllm_pega_connector.scheduler_state import GROUP, Job, RequestState, Shared, computed_tokens, move_rows
+from vllm_pega_connector.scheduler_state import GROUP, Job, RequestState, Shared, computed_tokens, last_of, move_rows
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -200,7 +200,7 @@ class Saves:
             batch = self._batches[chunk.policy, epoch] = SaveBatch(chunk.policy, epoch)
         batch.parts.append(SavePart(chunk.group, blocks, slots, keys))
         self._moving += len(blocks)
-        return int.from_bytes(slots[-4:], "little")
+        return last_of(slots)
 
     def _drain_backlog(self) -> None:
         while self._backlog and self._room:

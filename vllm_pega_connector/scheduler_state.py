@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from vllm_pega_connector.compat import CacheGroup
 from vllm_pega_connector.config import PegaConfig, RequestParams
 from vllm_pega_connector.messages import Rank
@@ -71,6 +69,7 @@ class RequestState:
     last_slot: list[int] = field(default_factory=list)  # by group: neighbour for the next slot
     match: Match | None = None
     load: Job | None = None
+    loaded: dict[int, tuple[int, int]] = field(default_factory=dict)  # by group: blocks just loaded, their last slot
     load_limit: int | None = None  # after a failed load: never offer a block from here on again
     ask: Ask | None = None  # for blocks of another instance
     joined: bytes = b""  # block hashes joined, grown on demand
@@ -79,8 +78,11 @@ class RequestState:
     def restart(self, block_ids: Sequence[Sequence[int]]) -> None:
         """The request begins, or begins again after a preemption, with these blocks."""
         self.block_ids = [list(ids) for ids in block_ids]
-        self.saved = [0] * len(self.block_ids)
-        self.last_slot = [-1] * len(self.block_ids)
+        groups = range(len(self.block_ids))
+        self.saved, self.last_slot = [0 for _ in groups], [-1 for _ in groups]
+        for group, (blocks, last_slot) in self.loaded.items() if self.block_ids else ():
+            self.saved[group], self.last_slot[group] = blocks, last_slot
+        self.loaded = {}
 
     def joined_hashes(self, blocks: int, index: SlotIndex) -> bytes:
         """The first `blocks` block hashes of the request, joined; grown once, then reused."""
@@ -130,13 +132,12 @@ def computed_tokens(request: Request) -> int:
     return min(tokens, request.num_tokens - (1 if request.num_output_tokens else 0))
 
 
+def last_of(slots: bytes) -> int:
+    return int.from_bytes(slots[-4:], "little")
+
+
 def move_rows(parts: Sequence[tuple[int, Sequence[int], bytes]]) -> bytes:
     """Rows of (group, block, slot), as a TransferJob has them, of parts of (group, blocks, uint32 slots)."""
-    moves = np.empty((sum(len(blocks) for _, blocks, _ in parts), 3), np.uint32)
-    end = 0
-    for group, blocks, slots in parts:
-        begin, end = end, end + len(blocks)
-        moves[begin:end, 0] = group
-        moves[begin:end, 1] = blocks
-        moves[begin:end, 2] = np.frombuffer(slots, np.uint32)
-    return moves.tobytes()
+    from vllm_pega_connector import _native  # once there is a transfer there is an engine
+
+    return _native.move_rows(parts)
