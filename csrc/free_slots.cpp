@@ -26,12 +26,14 @@ uint32_t FreeSlots::next(uint32_t from, bool free) const {
   return slots_;
 }
 
-// The first run of `length` free slots from `from` on; kNone if there is none nearby.
-uint32_t FreeSlots::find_run(uint32_t from, uint32_t length) const {
+// The first run of `length` free slots from `from` on; kNone if there is none nearby. `longest` grows to the
+// length of the longest one seen.
+uint32_t FreeSlots::find_run(uint32_t from, uint32_t length, uint32_t* longest) const {
   uint32_t begin = next(from, true);
   for (int runs = 0; begin < slots_ && runs < kScanRuns; ++runs) {
     const uint32_t end = next(begin, false);
     if (end - begin >= length) return begin;
+    *longest = std::max(*longest, end - begin);
     begin = next(end, true);
   }
   return kNone;
@@ -47,12 +49,13 @@ void FreeSlots::take(size_t wanted, int64_t near, std::vector<uint32_t>* out) {
     }
   };
   if (beside) take_run();
-  for (size_t length = wanted; wanted > 0;) {  // one run for all, then two halves, and so on
+  for (size_t length = wanted; wanted > 0;) {  // one run for all, or else the longest there are
     length = std::min(length, wanted);
-    uint32_t run = find_run(at < slots_ ? at : 0, static_cast<uint32_t>(length));
-    if (run == kNone) run = find_run(0, static_cast<uint32_t>(length));
+    uint32_t longest = 0;
+    uint32_t run = find_run(at < slots_ ? at : 0, static_cast<uint32_t>(length), &longest);
+    if (run == kNone) run = find_run(0, static_cast<uint32_t>(length), &longest);
     if (run == kNone) {
-      length /= 2;
+      length = longest;
       continue;
     }
     at = run;

@@ -23,7 +23,7 @@ class FreeSlots {
  private:
   bool is_free(uint32_t slot) const { return (bits_[slot / 64] >> (slot % 64) & 1) != 0; }
   uint32_t next(uint32_t from, bool free) const;
-  uint32_t find_run(uint32_t from, uint32_t length) const;
+  uint32_t find_run(uint32_t from, uint32_t length, uint32_t* longest) const;
 
   uint32_t slots_;
   uint32_t cursor_ = 0;

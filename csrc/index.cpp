@@ -102,7 +102,7 @@ uint32_t SlotIndex::find(uint64_t h, uint64_t group, const Key& key) const {
   for (uint64_t i = h & mask_;; i = (i + 1) & mask_) {
     const Cell& cell = cells_[i];
     if (cell.node == kNoSlot) return kNoSlot;
-    if (cell.tag != static_cast<uint32_t>(h >> 32)) continue;
+    if (cell.tag != static_cast<uint32_t>(h)) continue;
     const Node& node = nodes_[cell.node];
     if (node.group == group && node.key == key) return cell.node;
   }
@@ -137,7 +137,7 @@ void SlotIndex::insert(uint32_t n) {
   const uint64_t h = hash(nodes_[n].group, nodes_[n].key);
   uint64_t i = h & mask_;
   while (cells_[i].node != kNoSlot) i = (i + 1) & mask_;
-  cells_[i] = {n, static_cast<uint32_t>(h >> 32)};
+  cells_[i] = {n, static_cast<uint32_t>(h)};
 }
 
 // Backward shift: no tombstones, so lookups never grow slower.
@@ -145,7 +145,7 @@ void SlotIndex::remove(uint32_t n) {
   uint64_t i = hash(nodes_[n].group, nodes_[n].key) & mask_;
   while (cells_[i].node != n) i = (i + 1) & mask_;
   for (uint64_t j = (i + 1) & mask_; cells_[j].node != kNoSlot; j = (j + 1) & mask_) {
-    const uint64_t home = hash(nodes_[cells_[j].node].group, nodes_[cells_[j].node].key) & mask_;
+    const uint64_t home = cells_[j].tag & mask_;
     if (((j - home) & mask_) < ((j - i) & mask_)) continue;  // it may not lie before its home
     cells_[i] = cells_[j];
     i = j;
@@ -295,24 +295,26 @@ void SlotIndex::forget_ready(Class& c, uint32_t n) {
 
 // Evicts up to `wanted` of the oldest slots, but none that is marked.
 size_t SlotIndex::evict(Class& c, size_t wanted) {
-  size_t evicted = 0;
   const uint64_t now = c.leases != nullptr && wanted != 0 ? monotonic_ns() : 0;
   const auto leased = [&](uint32_t n) {
     return c.leases != nullptr &&
            c.leases->entry(c.slot_class, n - c.first).lease.load(std::memory_order_relaxed) > now;
   };
-  for (uint32_t n = c.oldest; n != kNoSlot && evicted < wanted;) {
+  scratch_.clear();
+  for (uint32_t n = c.oldest; n != kNoSlot && scratch_.size() < wanted;) {
     const uint32_t next = nodes_[n].newer;
+    if (next != kNoSlot) __builtin_prefetch(&nodes_[next], 1);
     if (nodes_[n].pins != 0) {
       unlink(c, n);
     } else if (!nodes_[n].marked && !leased(n)) {
-      forget_ready(c, n);
-      ++evicted;
+      __builtin_prefetch(&cells_[hash(nodes_[n].group, nodes_[n].key) & mask_], 1);
+      scratch_.push_back(n);
     }
     n = next;
   }
-  evictions_ += evicted;
-  return evicted;
+  for (const uint32_t n : scratch_) forget_ready(c, n);
+  evictions_ += scratch_.size();
+  return scratch_.size();
 }
 
 void SlotIndex::reserve(uint64_t group, const uint8_t* keys, size_t n, int64_t near, uint32_t* slots) {

@@ -82,10 +82,11 @@ class SlotIndex {
     bool listed;  // in the LRU list: ready, and not met by eviction while pinned
     bool marked;  // scratch
   };
-  // A cell of the open-addressing table; `tag` spares most visits of nodes.
+  // A cell of the open-addressing table; the tag spares most visits of nodes: no other key's when looking one
+  // up, and none at all to see where a cell's key belongs.
   struct Cell {
     uint32_t node;  // kNoSlot: empty
-    uint32_t tag;
+    uint32_t tag;   // of the key's hash; a table has at most 2^32 cells
   };
   struct Class {
     uint32_t first;  // node of slot 0
