@@ -34,7 +34,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import numpy as np
 from shapes import SHAPES, model_options
 
-SETS = 8  # bursts that may be under way at once; each has blocks and slots of its own
+SETS = 10  # bursts that may be under way at once; each has blocks and slots of its own
 SEGMENTS = 16  # fragments of a block, each in an area of its own
 NONE = "no transfer"
 
@@ -180,7 +180,10 @@ class Stress:
         self._jobs = itertools.count(1)
 
     def run(self, mode: Mode, stop: threading.Event) -> dict[str, Any]:
-        """Hands a burst over every period until told to stop; where SETS are under way the next is late."""
+        """Hands a burst over every period until told to stop; where SETS are under way the next is late.
+
+        The rate is that of what ends once the first has ended: a burst that is spread over a period is no less there.
+        """
         policy = self._native.Policy(**mode.policy) if mode.policy else None
         took: list[float] = []
         used: set[str] = set()
@@ -195,9 +198,12 @@ class Stress:
                 took.append(result.queue_s + result.transfer_s)
                 used.add(f"{result.direction} {result.backend}: {result.reason}")
 
-        began = due = time.perf_counter()
+        due = time.perf_counter()
+        first: tuple[float, int] | None = None  # when bursts had begun to end, and how many jobs had by then
         while not stop.is_set():
             collect()
+            if first is None and took:
+                first = time.perf_counter(), len(took)
             free = next((i for i, jobs in enumerate(left) if jobs == 0), None)
             if free is not None:
                 for side in self._sides:
@@ -207,9 +213,10 @@ class Stress:
                     self._engine.submit(job, side, moves, policy=policy, objective=mode.objective)
             due = max(due + self._period_s, time.perf_counter() - self._period_s)
             stop.wait(max(0.0, due - time.perf_counter()))
-        elapsed = time.perf_counter() - began
         collect()
-        moved = len(took) / len(self._sides) * self.bytes_per_burst if mode.moves else 0
+        began, before = first or (due, 0)
+        elapsed = time.perf_counter() - began
+        moved = (len(took) - before) / len(self._sides) * self.bytes_per_burst if mode.moves else 0
         if not self._engine.drain(30):
             raise RuntimeError("a burst did not end within 30 s")
         collect()
