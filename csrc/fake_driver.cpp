@@ -95,9 +95,9 @@ void FakeDriver::run_all() {
 bool FakeDriver::run_one(Stream& stream) {
   if (stream.queue.empty()) return false;
   const Work work = stream.queue.front();
-  if (work.kind == Work::kWait && work.event->reached < work.count) return false;
+  if (work.kind == Work::kWait && !*work.record) return false;
   stream.queue.pop_front();
-  if (work.kind == Work::kRecord) work.event->reached = std::max(work.event->reached, work.count);
+  if (work.kind == Work::kRecord) *work.record = true;
   if (work.kind == Work::kKernel) run_kernel(work);
   if (work.kind == Work::kWrite) {
     if (char* word = seen_by_gpu(work.device, sizeof(uint32_t))) {
@@ -240,8 +240,7 @@ void FakeDriver::fill_table(bool writes_words) {
   cu.cuStreamSynchronize = call("cuStreamSynchronize", [this](CuStream) { return run_all(), broken_; });
   cu.cuStreamWaitEvent = call("cuStreamWaitEvent", [this](CuStream stream, CuEvent event, unsigned) {
     Work work{Work::kWait};
-    work.event = events_.at(event).get();
-    work.count = work.event->recorded;
+    work.record = events_.at(event)->latest;
     return enqueue(stream, work);
   });
   cu.cuStreamQuery = call("cuStreamQuery", [this](CuStream stream) {
@@ -263,14 +262,13 @@ void FakeDriver::fill_table(bool writes_words) {
       release([this](CuEvent event) { return events_.erase(event) ? kCuSuccess : kInvalidHandle; });
   cu.cuEventRecord = call("cuEventRecord", [this](CuEvent event, CuStream stream) {
     Work work{Work::kRecord};
-    work.event = events_.at(event).get();
-    work.count = ++work.event->recorded;
-    if (stream == nullptr) return work.event->reached = work.count, kCuSuccess;  // the compute stream: idle
+    work.record = events_.at(event)->latest =
+        std::make_shared<bool>(stream == nullptr);  // compute stream: idle
+    if (stream == nullptr) return kCuSuccess;
     return enqueue(stream, work);
   });
   cu.cuEventQuery = call("cuEventQuery", [this](CuEvent event) {
-    const Event& asked = *events_.at(event);
-    return asked.reached == asked.recorded ? kCuSuccess : kCuNotReady;
+    return *events_.at(event)->latest ? kCuSuccess : kCuNotReady;
   });
   cu.cuMemAlloc = call("cuMemAlloc", [this](CuAddress* address, size_t bytes) {
     return *address = allocate_device(bytes), kCuSuccess;

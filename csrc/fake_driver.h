@@ -52,14 +52,14 @@ class FakeDriver {
 
  private:
   struct Event {
-    uint64_t recorded = 0;  // how often asked for
-    uint64_t reached = 0;   // how far the streams got
+    // Whether what the last cuEventRecord captured has ended. Who waits keeps the record that it found.
+    std::shared_ptr<bool> latest = std::make_shared<bool>(true);
   };
   struct Work {
     enum Kind { kCopy, kKernel, kRecord, kWait, kWrite } kind;
-    Event* event = nullptr;  // record, wait
-    uint64_t count = 0;      // the recording that is meant; the word to write
-    CuAddress device = 0;    // copy, write
+    std::shared_ptr<bool> record = nullptr;  // record, wait
+    uint64_t count = 0;                      // the word to write
+    CuAddress device = 0;                    // copy, write
     char* host = nullptr;
     uint64_t bytes = 0;
     bool to_host = false;
