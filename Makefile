@@ -56,7 +56,8 @@ coverage:  ## After `make test`: which lines of Python and C++ no test has run
 test-matrix: setup $(MATRIX:%=.venv-%/.native-ready)  ## The same connector under other versions of vLLM, each in its own .venv-<version>
 	@failed=0; for version in $(MATRIX); do \
 	  echo "--- vLLM $$version"; \
-	  .venv-$$version/bin/python -m pytest -q -rs tests/unit tests/serving || failed=1; \
+	  .venv-$$version/bin/python -m pytest -q -rs $(APART) || failed=1; \
+	  .venv-$$version/bin/python -m pytest -q -rs tests/unit tests/serving $(APART:%=--ignore=%) || failed=1; \
 	done; exit $$failed
 
 .venv-%/.native-ready: scripts/setup.sh pyproject.toml CMakeLists.txt $(wildcard csrc/*)

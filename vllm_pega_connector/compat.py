@@ -62,6 +62,25 @@ def can_fail_whole() -> bool:
     return hasattr(base, "KVConnectorTransferResults")
 
 
+def overlooks_loaded() -> bool:
+    """Whether this vLLM's scheduler, once it finds no room for a waiting request, looks at none behind it: not even at
+    one whose load has arrived and that holds the very blocks. Newer ones keep those in a queue of their own, first."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return "kv_holding_waiting" not in Scheduler.__init__.__code__.co_names  # the names of its attributes are there
+
+
+def unreserved_tokens(vllm_config: Any) -> int:
+    """Room that a request with drafts takes when it starts, in tokens, where this vLLM keeps none free for those that
+    load: two loads that it lets in at once may both be left without. 0 where it does, and without drafts."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    spec, reserve = vllm_config.speculative_config, getattr(Scheduler, "_request_remaining_blocks", None)
+    if spec is None or reserve is None or "num_spec_tokens" in reserve.__code__.co_names:
+        return 0
+    return 1 + 2 * int(spec.num_speculative_tokens)  # as newer ones reckon: the drafts, and as much of lookahead
+
+
 def full_attention_only(spec: Any) -> bool:
     """True if every layer of this cache spec keeps all tokens (dense attention, MLA)."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec

@@ -172,8 +172,11 @@ class PegaConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is None:
+            return
+        self._scheduler.received(connector_output.finished_recving or ())
         metadata = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(metadata, PegaWorkerMetadata):
+        if isinstance(metadata, PegaWorkerMetadata):
             self._scheduler.update(metadata)
 
     @guarded(lambda: (False, None))

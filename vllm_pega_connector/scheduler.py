@@ -8,7 +8,7 @@ and steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_pega_connector import compat
@@ -42,7 +42,8 @@ class PegaScheduler:
         if compat.wants_kv_events(vllm_config):
             self._shared.events = KvEvents(kv_cache_config, block_size, self._shared.key_bytes)
         blocks_per_step = -(-vllm_config.scheduler_config.max_num_batched_tokens // block_size) * len(groups)
-        self._loads = Loads(self._shared, loads, compat.drops_last_hit_block(vllm_config))
+        drops, unreserved = compat.drops_last_hit_block(vllm_config), compat.unreserved_tokens(vllm_config)
+        self._loads = Loads(self._shared, loads, drops, unreserved)
         self._saves = Saves(self._shared, saves, kv_cache_config.num_blocks, blocks_per_step)
         self._handshakes: dict[Rank, PegaHandshake] = {}
         self._reported: dict[Rank, PegaHandshake] = {}  # beside other connectors: by the workers, until all have
@@ -144,6 +145,8 @@ class PegaScheduler:
         self._requests[request.request_id] = RequestState(request, params)
 
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        if self._loads.gives_way(request.request_id):
+            return None, False
         state = self._requests.get(request.request_id)
         return self._loads.match(state, computed) if state is not None else (0, False)
 
@@ -158,6 +161,7 @@ class PegaScheduler:
         """
         state = self._requests.pop(request.request_id, None)
         self._growing.pop(request.request_id, None)
+        self._loads.started(request.request_id)
         if state is not None:
             self._finish(state, block_ids)
         if self._migration is None or not self._migration.port or self._config.migration is None:
@@ -212,6 +216,7 @@ class PegaScheduler:
         if state := self._requests.get(request_id):
             state.restart(block_ids)
             self._starting.add(request_id)
+            self._loads.started(request_id)
             if self._saves.due(state):
                 self._growing[request_id] = state
 
@@ -226,6 +231,12 @@ class PegaScheduler:
                 del self._growing[request_id]
 
     # --- results ---
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """Loads that have arrived, of any connector."""
+        for request_id in request_ids:
+            if request_id in self._requests:
+                self._loads.arrive(request_id)
 
     def update(self, metadata: PegaWorkerMetadata) -> None:
         if metadata.handshakes:

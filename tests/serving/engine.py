@@ -134,6 +134,14 @@ def reference(model: str) -> Reference:
     return Reference(model)
 
 
+def one_seed() -> dict[str, str]:
+    """What must be in the environment where vLLM would draw the seed of its block hashes at random: then there is no
+    migration."""
+    from vllm.v1.core import kv_cache_utils
+
+    return {} if hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") else {"PYTHONHASHSEED": "0"}
+
+
 def prompt(seed: int, tokens: int) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(1, 1024), k=tokens))
 
@@ -213,6 +221,7 @@ class Engine:
         self._count = 0
         self.hit_tokens = 0  # that vLLM took from the host pool
         self._count_hits()
+        self._record_every_step()
         if poison:
             self._poison_new_blocks()
 
@@ -227,6 +236,31 @@ class Engine:
             after_alloc(request, blocks, tokens)
 
         self.connector.update_state_after_alloc = update_state_after_alloc
+
+    def _record_every_step(self) -> None:
+        """Older vLLM, in an `LLM` and not in a server, throws away the statistics of a step that has no output."""
+        core, manager = self.engine.engine_core, self.engine.logger_manager
+        if manager is None:
+            return
+        get_output, record, step = core.get_output, manager.record, self.engine.step
+        lost: list[Any] = []
+
+        def noted() -> Any:
+            outputs = get_output()
+            lost[:] = [outputs.scheduler_stats] if outputs.scheduler_stats is not None else []
+            return outputs
+
+        def recorded(*args: Any, **kwargs: Any) -> None:
+            lost.clear()
+            record(*args, **kwargs)
+
+        def stepped() -> Any:
+            outputs = step()
+            if lost:
+                record(scheduler_stats=lost.pop(), iteration_stats=None)
+            return outputs
+
+        core.get_output, manager.record, self.engine.step = noted, recorded, stepped
 
     def _poison_new_blocks(self) -> None:
         tensors = list(self.worker_connector._worker._kv_caches.values())

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.serving.engine import POISON, Engine
+from tests.serving.engine import POISON, Engine, one_seed
 from vllm_pega_connector.faults import parse
 
 Rank = tuple[int, int]
@@ -112,7 +112,7 @@ class FaultyEngine(Engine):
     """`faults`: as in VLLM_PEGA_FAULTS, read at the start; `armed` puts others in its place."""
 
     def __init__(self, extra_config: dict[str, Any], faults: str, **options: Any) -> None:
-        with environment(VLLM_PEGA_FAULTS=faults):
+        with environment(VLLM_PEGA_FAULTS=faults, **one_seed()):
             super().__init__(extra_config, **options)
 
     def each_rank(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -143,6 +143,11 @@ class FaultyEngine(Engine):
             assert (state["pending"], state["loads"], state["swallowed"]) == (0, 0, 0), state
 
 
+# vLLM's queues to the ranks of engines that were closed. Older vLLM leaves their sockets open, and when those are
+# garbage pyzmq waits for ever for somebody to close them, in whatever test the collector happens to run.
+_queues: list[Any] = []
+
+
 class ParallelEngine(FaultyEngine):
     """Several ranks, each in a process. Its GPU cache is poisoned when it is dropped."""
 
@@ -150,6 +155,11 @@ class ParallelEngine(FaultyEngine):
         # One core for each of two ranks; vLLM's own binding wants a NUMA node for each.
         with environment(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1"):
             super().__init__(extra_config, faults, poison=False, **options)
+
+    def close(self) -> None:
+        executor = self.core.model_executor
+        _queues.extend([executor.rpc_broadcast_mq, *executor.response_mqs])
+        super().close()
 
     def drop_gpu_cache(self) -> None:
         super().drop_gpu_cache()

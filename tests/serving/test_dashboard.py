@@ -21,6 +21,7 @@ pytest.importorskip("mooncake.engine")
 
 from examples.demo.server import Server, free_port, serve
 from examples.grafana import check
+from tests.serving.engine import one_seed
 from tests.support.tiny_model import make_tiny_model, random_prompt
 
 pytestmark = [
@@ -70,7 +71,8 @@ def started(folder: Path, stack: ExitStack) -> list[Server]:
 
 
 def test_every_query_of_the_dashboard_has_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    for name, value in {"VLLM_SERVER_DEV_MODE": "1", **one_seed()}.items():
+        monkeypatch.setenv(name, value)
     with ExitStack() as stack:
         first, second = started(tmp_path, stack)
         url = stack.enter_context(prometheus(tmp_path, [first, second]))

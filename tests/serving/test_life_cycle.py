@@ -215,7 +215,7 @@ if __name__ == "__main__":
                 "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"host_pool_gib": 0.02}}
     llm = LLM(model=model, block_size=32, max_model_len=1024, enforce_eager=True, dtype="float32",
-              num_gpu_blocks_override=48, kv_transfer_config=transfer, disable_log_stats=False)
+              num_gpu_blocks_override=48, kv_transfer_config=transfer)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     answers = []
     for _ in range(2):
@@ -223,7 +223,7 @@ if __name__ == "__main__":
         answers.append([list(o.outputs[0].token_ids) for o in outputs])
         while not llm.reset_prefix_cache():
             pass
-    hits = sum(m.value for m in llm.get_metrics() if m.name == "vllm:external_prefix_cache_hits")
+    hits = sum(o.num_cached_tokens for o in outputs)  # the second time, of an empty GPU cache
     llm.llm_engine.engine_core.shutdown()
     print("ANSWER", json.dumps({"answers": answers, "hits": hits}))
 """

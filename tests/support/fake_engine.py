@@ -201,11 +201,12 @@ class FakeEngine:
                 raise AssertionError(f"stuck after {max_steps} steps: {self.describe()}")
 
     def in_transfer(self) -> bool:
-        """Whether blocks are in use by what vLLM cannot preempt: steps in flight, and transfers of any kind."""
-        counts = self.pega.counts()
-        loading = any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.requests.values())
+        """Whether blocks are in use by what vLLM cannot preempt: steps in flight, transfers of any kind, and requests
+        that wait with blocks of their own: while they load, or loaded and not yet started."""
+        counts, blocks_of = self.pega.counts(), self.scheduler.kv_cache_manager.get_block_ids
+        waiting = [n for n, r in self.requests.items() if not r.is_finished() and r.status != RequestStatus.RUNNING]
         return bool(
-            self.queue or self.scheduler.deferred_frees or getattr(self.scheduler, "kv_holding_waiting", loading)
+            self.queue or self.scheduler.deferred_frees or any(blocks_of(name)[0] for name in waiting)
             or (self.rival is not None and self.rival.loads) or counts["held_blocks"] or counts["jobs"]
         )  # fmt: skip
 

@@ -39,7 +39,7 @@ class Rival:
     def _asked(self, request: Request, computed: int) -> tuple[int | None, bool]:
         answer = self._ask(request, computed)
         self._offers.pop(request.request_id, None)
-        if self._rng.random() >= self._chance:
+        if answer[0] is None or self._rng.random() >= self._chance:  # MultiConnector: "not yet" goes before all
             return answer
         self._seen["answers thrown away"] += bool(answer[0])
         start = computed // self._block_size

@@ -20,7 +20,7 @@ from vllm.v1.worker import utils as worker_utils
 from vllm_pega_connector.layout import Run, group_runs
 
 if not hasattr(worker_utils, "allocate_kv_cache"):
-    pytest.skip("vLLM 0.29 and newer lay all layers out in one allocation", allow_module_level=True)
+    pytest.skip("this vLLM has no allocation of all layers in one, with layouts by name", allow_module_level=True)
 
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
