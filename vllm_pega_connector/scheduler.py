@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: pure bookkeeping, no I/O. vLLM calls everything here on one thread, between steps; nothing waits.
 
-`scheduler_state.py` has the state, `scheduler_loads.py` and `scheduler_saves.py` decide, this file follows requests
-and steps.
+`scheduler_state.py` has the state; `scheduler_loads.py`, `scheduler_saves.py` and `scheduler_room.py` decide; this file
+follows requests and steps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm_pega_connector.migration.fingerprint import digest
 from vllm_pega_connector.migration.hook import Migration
 from vllm_pega_connector.migration.start import advertised
 from vllm_pega_connector.scheduler_loads import Loads
+from vllm_pega_connector.scheduler_room import Room
 from vllm_pega_connector.scheduler_saves import Saves
 from vllm_pega_connector.scheduler_state import GROUP, RequestState, Shared, computed_tokens
 
@@ -42,8 +43,8 @@ class PegaScheduler:
         if compat.wants_kv_events(vllm_config):
             self._shared.events = KvEvents(kv_cache_config, block_size, self._shared.key_bytes)
         blocks_per_step = -(-vllm_config.scheduler_config.max_num_batched_tokens // block_size) * len(groups)
-        drops, unreserved = compat.drops_last_hit_block(vllm_config), compat.unreserved_tokens(vllm_config)
-        self._loads = Loads(self._shared, loads, drops, unreserved)
+        self._room = Room(self._shared, vllm_config)
+        self._loads = Loads(self._shared, loads, compat.drops_last_hit_block(vllm_config), self._room)
         self._saves = Saves(self._shared, saves, kv_cache_config.num_blocks, blocks_per_step)
         self._handshakes: dict[Rank, PegaHandshake] = {}
         self._reported: dict[Rank, PegaHandshake] = {}  # beside other connectors: by the workers, until all have
@@ -145,12 +146,14 @@ class PegaScheduler:
         self._requests[request.request_id] = RequestState(request, params)
 
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        if self._loads.gives_way(request.request_id):
+        if self._room.gives_way(request.request_id):
             return None, False
         state = self._requests.get(request.request_id)
         return self._loads.match(state, computed) if state is not None else (0, False)
 
     def after_alloc(self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
+        if not external_tokens:
+            self._room.settled(request.request_id)
         if state := self._requests.get(request.request_id):
             self._loads.after_alloc(state, block_ids, external_tokens)
 
@@ -161,7 +164,7 @@ class PegaScheduler:
         """
         state = self._requests.pop(request.request_id, None)
         self._growing.pop(request.request_id, None)
-        self._loads.started(request.request_id)
+        self._room.settled(request.request_id)
         if state is not None:
             self._finish(state, block_ids)
         if self._migration is None or not self._migration.port or self._config.migration is None:
@@ -216,7 +219,6 @@ class PegaScheduler:
         if state := self._requests.get(request_id):
             state.restart(block_ids)
             self._starting.add(request_id)
-            self._loads.started(request_id)
             if self._saves.due(state):
                 self._growing[request_id] = state
 
@@ -236,7 +238,7 @@ class PegaScheduler:
         """Loads that have arrived, of any connector."""
         for request_id in request_ids:
             if request_id in self._requests:
-                self._loads.arrive(request_id)
+                self._room.arrived(request_id)
 
     def update(self, metadata: PegaWorkerMetadata) -> None:
         if metadata.handshakes:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_pega_connector import compat
 from vllm_pega_connector.guard import log_limited
 from vllm_pega_connector.messages import TransferJob
+from vllm_pega_connector.scheduler_room import Room
 from vllm_pega_connector.scheduler_state import Job, Match, RequestState, Shared, last_of, move_rows
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ READY = 2  # what SlotIndex.contains says of a key that can be loaded
 class Loads:
     """`new_jobs` and `cancel` wait for the next metadata."""
 
-    def __init__(self, shared: Shared, enabled: bool, drop_last_hit: bool, unreserved: int) -> None:
+    def __init__(self, shared: Shared, enabled: bool, drop_last_hit: bool, room: Room) -> None:
         self._shared = shared
+        self._room = room
         self._enabled = enabled
         self._drop_last_hit = int(drop_last_hit)
         size = shared.block_size
@@ -33,38 +34,6 @@ class Loads:
         self._windows = {g: group.blocks_needed(size) for g, group in enumerate(shared.groups) if group.window}
         self.new_jobs: list[TransferJob] = []
         self.cancel: list[int] = []
-        self._overlooked = compat.overlooks_loaded()
-        self._arrived: set[str] = set()  # if so: those that hold what they loaded, ours or another connector's
-        self._unreserved = unreserved
-        self._to_come: dict[str, int] = {}  # if any: blocks that those with a load of ours take when they start
-
-    def arrive(self, request_id: str) -> None:
-        """A load has ended, so the request may start."""
-        if self._overlooked:
-            self._arrived.add(request_id)
-
-    def started(self, request_id: str) -> None:
-        """Or finished: vLLM will look at it no more."""
-        self._arrived.discard(request_id)
-        self._to_come.pop(request_id, None)
-
-    def gives_way(self, request_id: str) -> bool:
-        """Whether vLLM must look at others before this request: if there is no room for it, they would hold for ever
-        the blocks that it waits for. It goes on to them when the answer is "not yet"."""
-        self.started(request_id)  # it asks, so it holds nothing: its load failed
-        return bool(self._arrived)
-
-    def _too_tight(self, request: Request) -> bool:
-        """Whether a load now might leave those that load without the blocks that they start with, for ever: they hold
-        what they have."""
-        if not self._to_come:
-            return False
-        room: int = self._shared.pool.get_num_free_blocks()
-        return sum(self._to_come.values()) + self._blocks_to_start(request) > room
-
-    def _blocks_to_start(self, request: Request) -> int:
-        tokens = request.num_tokens + self._unreserved
-        return -(-tokens // self._shared.block_size) * len(self._shared.groups)
 
     def match(self, state: RequestState, computed: int) -> tuple[int | None, bool]:
         """(tokens that can be loaded beyond `computed`, asynchronously). O(1) when nothing has changed."""
@@ -83,7 +52,7 @@ class Loads:
             self.release(state)
             last = state.match = self._lookup(state, start)
         tokens = last.blocks * self._shared.block_size
-        if tokens and self._too_tight(state.request):
+        if tokens and self._room.too_tight(state.request):
             return None, False
         return tokens, tokens > 0
 
@@ -182,9 +151,7 @@ class Loads:
         job = self._shared.new_job("load", tuple((group, pinned) for group, _, pinned in match.pins))
         job.state, job.start = state, match.start
         state.load = job
-        if self._unreserved:
-            held = sum(len(ids) for ids in block_ids)
-            self._to_come[state.request.request_id] = self._blocks_to_start(state.request) - held
+        self._room.loads(state.request, sum(len(ids) for ids in block_ids))
         self.new_jobs.append(
             TransferJob(
                 job.job_id,
