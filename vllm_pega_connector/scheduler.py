@@ -287,6 +287,7 @@ class PegaScheduler:
             return True
         for state in self._requests.values():
             self._loads.release(state)
+            state.loaded = {}
         self._saves.forget_backlog()
         self._shared.index.reset()
         self._shared.epoch += 1

@@ -170,7 +170,7 @@ class Loads:
         for group, slots in job.slots:
             self._shared.index.unpin(group, slots)
         if not job.errors:
-            if job.start == 0:  # what came from the pool needs no saving
+            if job.start == 0 and job.epoch == self._shared.epoch:  # what the pool has needs no saving
                 state.loaded = {g: (len(slots) // 4, last_of(slots)) for g, slots in job.slots if g in self._full}
             return
         state.load_limit = job.start

@@ -46,10 +46,10 @@ class Job:
     direction: str
     slots: GroupSlots
     waiting: set[Rank]
+    epoch: int  # resets that came before it, or before a save's blocks were collected
     held: list[KVCacheBlock] = field(default_factory=list)
     state: RequestState | None = None
     start: int = 0
-    epoch: int = 0  # of a save: resets that came before its blocks were collected
     errors: list[str] = field(default_factory=list)
 
     @property
@@ -116,7 +116,7 @@ class Shared:
         return self.index is not None and self.pool is not None
 
     def new_job(self, direction: str, slots: GroupSlots) -> Job:
-        job = Job(self.next_job, direction, slots, set(self.ranks))
+        job = Job(self.next_job, direction, slots, set(self.ranks), self.epoch)
         self.next_job += 1
         self.jobs[job.job_id] = job
         return job

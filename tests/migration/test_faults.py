@@ -176,7 +176,8 @@ def test_a_source_that_was_killed_before(source: Instance, target: Instance) -> 
     source.client.kill()
     start = time.monotonic()
     end = target.pull(source.address, range(8), range(10, 18))
-    assert not any(end.published) and time.monotonic() - start < 5
+    assert time.monotonic() - start < 5
+    assert not any(end.published) or source.client.starts == 2  # on a busy machine the next one may be there in time
     # It comes back by itself, on the same port, with what its pool holds.
     source.wait(lambda: source.client.starts == 2 and source.client.ready)
     target.wait(lambda: target.pull(source.address, range(8), range(10, 18)).published == b"\1" * 8)
