@@ -477,6 +477,42 @@ def test_reset_while_a_save_is_in_flight_does_not_publish_it() -> None:
     engine.check_idle()
 
 
+class WatchedIndex:
+    """The index, and how often it was asked for what is worth saving."""
+
+    def __init__(self, index: Any) -> None:
+        self._index, self.asked = index, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._index, name)
+
+    def contains(self, group: int, keys: bytes) -> bytes:
+        self.asked += 1
+        return bytes(self._index.contains(group, keys))
+
+
+@pytest.mark.parametrize("forgotten", [None, "while it loads", "once it is loaded"])
+def test_what_was_loaded_is_not_looked_up_to_be_saved_unless_all_was_forgotten(forgotten: str | None) -> None:
+    engine = warm_engine(tokens(40))
+    index = engine.pega._shared.index = WatchedIndex(engine.pega._shared.index)
+    freeze(engine)
+    request = engine.add(tokens(40), 1)
+    engine.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    if forgotten == "while it loads":
+        engine.connector.reset_cache()
+    freeze(engine, False)
+    while not engine.scheduler.finished_recving_kv_req_ids:
+        engine.step()
+    if forgotten == "once it is loaded":
+        engine.connector.reset_cache()
+    engine.run()
+    assert engine.seen["load done"] == 1
+    assert bool(index.asked) == bool(forgotten)
+    assert engine.pega.counts()["ready"] == 2
+    engine.check_idle()
+
+
 def test_what_is_collected_before_and_after_a_reset_goes_in_two_jobs() -> None:
     """Else one block could stand twice in a job, and the old half would be stored with the new."""
     engine = make_engine(gpu_blocks=16)
