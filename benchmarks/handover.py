@@ -2,7 +2,7 @@
 """A prompt that one instance has just prefilled is handed over to another: PegaConnector against vLLM's
 MooncakeConnector, in turns, on one machine.
 
-Four real vLLM instances share its GPU (or its CPU), two of each connector. For every prompt length, with and without
+Real vLLM instances share its GPU (or its CPU), two for each of `--setups`. For every prompt length, with and without
 decode streams on both instances, and while the source's main thread holds the GIL: the time to the target's first token
 once the source has its own, and the time per token of the streams meanwhile.
 
@@ -17,7 +17,6 @@ MooncakeConnector does not do is in docs/migration.md.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import signal
 import statistics
@@ -28,9 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from migration_instance import Handle
+from migration_goals import ALONE_S, Pair, milliseconds
 
-ALONE_S = 1.0
 SETUPS = {
     "pega, network": ("pega", {"same_host": "off"}),
     "pega, same host": ("pega", {}),
@@ -38,47 +36,26 @@ SETUPS = {
 }
 
 
-class Pair:
-    def __init__(self, name: str, args: argparse.Namespace, seeds: itertools.count[int]) -> None:
-        self.name, self._seeds = name, seeds
-        connector, migration = SETUPS[name]
-        self.source = Handle(args.model, args.host_gib, args.gpu_blocks, connector, migration)
-        self.address = self.source.ask("ready")  # one after the other: each measures the memory that is free
-        self.target = Handle(args.model, args.host_gib, args.gpu_blocks, connector, migration)
-        self.target.ask("ready")
+class Handover(Pair):
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        super().__init__(args, *SETUPS[name])
+        self.name = name
 
-    def hand_over(self, tokens: int, stall_s: float = 0.0) -> dict[str, Any]:
-        seed = next(self._seeds)
-        self.source.ask("give", seed, tokens)
-        self.source.ask("settle")
+    def run(self, tokens: int, stall_s: float = 0.0) -> dict[str, Any]:
+        seed = self.computed(tokens)
         self.target.ask("decoded")
         alone = time.monotonic()
         time.sleep(ALONE_S)
-        if stall_s:
-            self.source.tell("hold_gil", stall_s)
-            time.sleep(0.2)
-        run = self.target.ask("run", seed, tokens, self.address, 0)
-        if stall_s:
-            self.source.answer()
+        moved = self.migrate_stalled_source(seed, tokens, stall_s) if stall_s else self.migrate(seed, tokens)
         self.source.ask("settle")
         gaps = self.target.ask("decoded")
-        start, end = run["start"], run["end"]
+        start, end = moved["start"], moved["end"]
         return {
-            "ttft_s": run["ttft_s"],
-            "found": run["cached_tokens"],
+            "ttft_s": moved["ttft_s"],
+            "found": moved["cached_tokens"],
             "alone": [gap for at, gap in gaps if alone < at <= start],
             "during": [gap for at, gap in gaps if start < at <= end + gap],
         }
-
-    def close(self) -> None:
-        self.source.close()
-        self.target.close()
-
-
-def ms(values: list[float]) -> dict[str, float]:
-    values = sorted(v * 1e3 for v in values)
-    return {"p50": statistics.median(values), "p99": values[int(0.99 * (len(values) - 1))], "max": values[-1],
-            "count": len(values)} if values else {}  # fmt: skip
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -86,7 +63,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "ttft_s": statistics.median(r["ttft_s"] for r in runs),
         "ttft_s_each": [r["ttft_s"] for r in runs],
         "tokens_found_least": min(r["found"] for r in runs),
-        "tpot_ms": {what: ms([gap for r in runs for gap in r[what]]) for what in ("alone", "during")},
+        "tpot_ms": {what: milliseconds(gap for r in runs for gap in r[what]) for what in ("alone", "during")},
     }
 
 
@@ -106,13 +83,12 @@ def main() -> None:
     args = parser.parse_args()
     signal.alarm(int(args.budget) + 30)  # whoever hangs; the instances end with us
     began = time.monotonic()
-    seeds = itertools.count(1)
-    pairs: list[Pair] = []
+    pairs: list[Handover] = []
     rows: list[dict[str, Any]] = []
     try:
         for name in args.setups:
-            pairs.append(Pair(name, args, seeds))
-            pairs[-1].hand_over(args.tokens[0])  # connections, graphs, first touch of pages
+            pairs.append(Handover(name, args))
+            pairs[-1].run(args.tokens[0])  # connections, graphs, first touch of pages
         print(f"{len(pairs)} pairs are ready after {time.monotonic() - began:.0f} s")
         cases = [(tokens, streams, 0.0) for streams in args.streams for tokens in args.tokens]
         cases += [(args.tokens[0], 0, args.stall)] if args.stall else []
@@ -124,7 +100,7 @@ def main() -> None:
                         break
                     for side, instance in enumerate((pair.source, pair.target)):
                         instance.ask("background", streams, 10**6 * (1 + 2 * n + side), args.context)
-                    seen[pair.name].append(pair.hand_over(tokens, stall))
+                    seen[pair.name].append(pair.run(tokens, stall))
                     for instance in (pair.source, pair.target):
                         instance.ask("quiet")
             for name, runs in seen.items():

@@ -27,6 +27,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,10 @@ def agents(report: Report, quick: bool) -> None:
 class Pair:
     """The two instances; prompts are numbered, so that both make the same."""
 
-    def __init__(self, args: argparse.Namespace, connector: str = "pega") -> None:
-        self.source = Handle(args.model, args.host_gib, args.gpu_blocks, connector)
+    def __init__(self, args: argparse.Namespace, *connector: Any) -> None:
+        self.source = Handle(args.model, args.host_gib, args.gpu_blocks, *connector)
         self.source.agent = self.source.ask("ready")  # one after the other: each measures the memory that is free
-        self.target = Handle(args.model, args.host_gib, args.gpu_blocks, connector)
+        self.target = Handle(args.model, args.host_gib, args.gpu_blocks, *connector)
         self.target.agent = self.target.ask("ready")
         self._seeds = itertools.count(1)
 
@@ -190,14 +191,15 @@ def one_load(pair: Pair, tokens: int, n: int) -> dict[str, Any]:
     return done
 
 
-def loaded(streams: int, tokens: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    def ms(side: str, what: str) -> dict[str, float]:
-        values = sorted(gap * 1e3 for r in rounds for gap in r[f"tpot_{side}"][what])
-        if not values:
-            return {}
-        return {"mean": statistics.fmean(values), "p50": statistics.median(values),
-                "p99": values[int(0.99 * (len(values) - 1))], "count": len(values)}  # fmt: skip
+def milliseconds(seconds: Iterable[float]) -> dict[str, float]:
+    values = sorted(s * 1e3 for s in seconds)
+    if not values:
+        return {}
+    return {"mean": statistics.fmean(values), "p50": statistics.median(values),
+            "p99": values[int(0.99 * (len(values) - 1))], "max": values[-1], "count": len(values)}  # fmt: skip
 
+
+def loaded(streams: int, tokens: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     moved = [r["migrated"] for r in rounds]
     return {
         "streams": streams, "tokens": tokens, "rounds": len(rounds), "whole": sum(m["whole"] for m in moved),
@@ -212,7 +214,8 @@ def loaded(streams: int, tokens: int, rounds: list[dict[str, Any]]) -> dict[str,
         "ttft_migrated_to_recomputed": statistics.median(
             r["migrated"]["ttft_s"] / r["recomputed"]["ttft_s"] for r in rounds
         ),
-        "tpot_ms": {side: {what: ms(side, what) for what in ("alone", "migrated", "recomputed")}
+        "tpot_ms": {side: {what: milliseconds(gap for r in rounds for gap in r[f"tpot_{side}"][what])
+                           for what in ("alone", "migrated", "recomputed")}
                     for side in ("source", "target")},
         "reasons": [r for m in moved for r in m["reasons"]],
     }  # fmt: skip

@@ -310,9 +310,9 @@ class PegaScheduler:
 
     def _slots(self) -> dict[str, int]:
         """Slots by state, of all size classes."""
-        return (
-            dict(zip(SLOT_STATES, self._shared.index.totals(), strict=True)) if self._shared.index is not None else {}
-        )
+        if self._shared.index is None:
+            return {}
+        return dict(zip(SLOT_STATES, self._shared.index.totals(), strict=True))
 
     def take_stats(self) -> PegaStats | None:
         """What was dropped, failed or evicted since the last call, and the pool as it stands. vLLM asks every step."""
@@ -338,6 +338,6 @@ class PegaScheduler:
         if migrations:
             stats.add_migrations(migrations)
         if slots != self._told_pool:
-            stats.data["pool"] = self._slots()
+            stats.data["pool"] = dict(zip(SLOT_STATES, slots, strict=True))
         self._told_evictions, self._told_pool = evictions, slots
         return stats

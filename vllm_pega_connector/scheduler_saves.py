@@ -121,7 +121,7 @@ class Saves:
         if end <= first:
             return
         mine = hashes[first:end]
-        keys = b"".join(mine)
+        keys = self._shared.index.join(hashes, first, end)
         present = self._shared.index.contains(group, keys)
         absent = present.count(0)
         if not absent:  # as after a load

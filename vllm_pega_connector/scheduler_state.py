@@ -78,10 +78,8 @@ class RequestState:
     def restart(self, block_ids: Sequence[Sequence[int]]) -> None:
         """The request begins, or begins again after a preemption, with these blocks."""
         self.block_ids = [list(ids) for ids in block_ids]
-        groups = range(len(self.block_ids))
-        self.saved, self.last_slot = [0 for _ in groups], [-1 for _ in groups]
-        for group, (blocks, last_slot) in self.loaded.items() if self.block_ids else ():
-            self.saved[group], self.last_slot[group] = blocks, last_slot
+        loaded = [self.loaded.get(group, (0, -1)) for group in range(len(block_ids))]
+        self.saved, self.last_slot = [blocks for blocks, _ in loaded], [slot for _, slot in loaded]
         self.loaded = {}
 
     def joined_hashes(self, blocks: int, index: SlotIndex) -> bytes:
