@@ -125,6 +125,7 @@ void bind_cuda(nb::module_& m) {
           "address"_a, "nbytes"_a)
       .def_prop_ro("calls", &FakeDriver::calls)
       .def_prop_ro("last_failed", &FakeDriver::last_failed)
+      .def_prop_ro("most_copies_ready", &FakeDriver::most_copies_ready)
       .def_prop_ro("live", &FakeDriver::live)
       .def_prop_ro("violations", &FakeDriver::violations);
 

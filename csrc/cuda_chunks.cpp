@@ -82,7 +82,7 @@ bool CudaDevice::start(Operation& op) {
       op.phase = Phase::kRunning;
       return mark(op, lane(op).kernel);
     }
-    if (!hand_over(op, lane(op).kernel, lane(op).dma)) return false;
+    if (!hand_over(op, lane(op).kernel, lane(op).dma())) return false;
   }
   op.phase = Phase::kCopying;
   return advance(op);
@@ -119,7 +119,10 @@ bool CudaDevice::advance(Operation& op) {
   const bool all = copied(op);
   const bool scatters = all && op.staged && op.chunk.direction == Direction::kLoad;
   const CuStream next = scatters ? lane(op).kernel : lane(op).signal;
-  if (!hand_over(op, lane(op).dma, next) || (scatters && !launch(op)) || !mark(op, next)) return false;
+  if (!hand_over(op, lane(op).dma(), next) || (all && !pass_turn(op)) || (scatters && !launch(op)) ||
+      !mark(op, next)) {
+    return false;
+  }
   if (again) stats(op).submit_ns += now_ns() - begun;
   op.resume = std::chrono::steady_clock::now() + std::chrono::microseconds(options_.slice_pause_us);
   if (all) op.phase = Phase::kRunning;
@@ -143,7 +146,7 @@ bool CudaDevice::submit_slice(Operation& op) {
 }
 
 bool CudaDevice::copy_slice(Operation& op) {
-  const CuStream stream = lane(op).dma;
+  const CuStream stream = lane(op).dma();
   if (bytes_.size() > 1 && options_.batch_copies && cu_.cuMemcpyBatchAsync) {
     CuCopyAttributes attributes;
     size_t first = 0;
@@ -205,6 +208,16 @@ bool CudaDevice::hand_over(Operation& op, CuStream from, CuStream to) {
          succeeded("cuStreamWaitEvent", cu_.cuStreamWaitEvent(to, op.handoff, 0));
 }
 
+// After a hand-over from the stream that has the turn. Where this fails the turn stays, and so
+// does the order.
+bool CudaDevice::pass_turn(Operation& op) {
+  Lane& mine = lane(op);
+  const CuStream other = mine.turns[mine.turn ^ 1];
+  if (!succeeded("cuStreamWaitEvent", cu_.cuStreamWaitEvent(other, op.handoff, 0))) return false;
+  mine.turn ^= 1;
+  return true;
+}
+
 // Ends a slice: the stream will say so.
 bool CudaDevice::mark(Operation& op, CuStream stream) {
   ++op.marked;
@@ -261,7 +274,7 @@ Progress CudaDevice::poll(Ticket ticket) {
 // ended.
 bool CudaDevice::drained(Operation& op) {
   if (!op.drain_marked) {
-    op.drain_marked = enter() && hand_over(op, lane(op).kernel, lane(op).dma) && mark(op, lane(op).dma);
+    op.drain_marked = enter() && hand_over(op, lane(op).kernel, lane(op).dma()) && mark(op, lane(op).dma());
     if (!op.drain_marked) give_up(op);
     return false;
   }

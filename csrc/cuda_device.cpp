@@ -63,7 +63,8 @@ void CudaDevice::create(const std::string& cubin) {
     const bool load = static_cast<Direction>(d) == Direction::kLoad;
     require("cuModuleGetFunction",
             cu_.cuModuleGetFunction(&lane.function, module_, load ? "pega_load" : "pega_save"));
-    require("cuStreamCreate", cu_.cuStreamCreate(&lane.dma, kCuStreamNonBlocking));
+    for (CuStream& stream : lane.turns)
+      require("cuStreamCreate", cu_.cuStreamCreate(&stream, kCuStreamNonBlocking));
     require("cuStreamCreate", cu_.cuStreamCreate(&lane.kernel, kCuStreamNonBlocking));
     require("cuStreamCreate", cu_.cuStreamCreate(&lane.signal, kCuStreamNonBlocking));
     lane.operations.resize(options_.inflight_chunks);
@@ -117,7 +118,7 @@ void CudaDevice::destroy() {
 std::vector<CuStream> CudaDevice::streams() const {
   std::vector<CuStream> created;
   for (const Lane& lane : lanes_) {
-    for (CuStream stream : {lane.dma, lane.kernel, lane.signal}) {
+    for (CuStream stream : {lane.turns[0], lane.turns[1], lane.kernel, lane.signal}) {
       if (stream) created.push_back(stream);
     }
   }

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <set>
 #include <stdexcept>
 
 namespace pega {
@@ -73,7 +74,22 @@ CuResult FakeDriver::enqueue(CuStream stream, Work work) {
   return kCuSuccess;
 }
 
+void FakeDriver::count_copies_ready() {
+  uint64_t ready[2] = {};
+  for (const auto& entry : streams_) {
+    std::set<std::shared_ptr<bool>> own;  // what a stream has to record itself holds up nothing of it
+    for (const Work& work : entry.second->queue) {
+      if (work.kind == Work::kRecord) own.insert(work.record);
+      if (work.kind == Work::kWait && !*work.record && !own.count(work.record)) break;
+      if (work.kind == Work::kKernel) break;
+      if (work.kind == Work::kCopy) ++ready[work.to_host];
+    }
+  }
+  most_copies_ready_ = std::max({most_copies_ready_, ready[0], ready[1]});
+}
+
 void FakeDriver::run_some() {
+  count_copies_ready();
   for (uint64_t steps = random_() % (eagerness_ + 1); steps > 0 && !streams_.empty(); --steps) {
     auto turn = std::next(streams_.begin(), static_cast<long>(random_() % streams_.size()));
     run_one(*turn->second);

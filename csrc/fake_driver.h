@@ -41,6 +41,9 @@ class FakeDriver {
   uint64_t live() const;
   // What no driver would forgive: accesses outside of what is allocated, unknown handles.
   const std::vector<std::string>& violations() const { return violations_; }
+  // The most copies of one direction that a copy engine ever found ready, on all streams: those that wait for
+  // nothing but one another.
+  uint64_t most_copies_ready() const { return most_copies_ready_; }
   // Runs all that is queued.
   void settle();
 
@@ -77,6 +80,7 @@ class FakeDriver {
   CuResult enqueue(CuStream stream, Work work);
   bool run_one(Stream& stream);
   void run_some();
+  void count_copies_ready();
   void run_all();
   CuAddress allocate_device(uint64_t bytes);
   void run_kernel(const Work& work);
@@ -89,6 +93,7 @@ class FakeDriver {
   uint32_t eagerness_;
   uint64_t calls_ = 0, fail_from_ = UINT64_MAX, fail_to_ = 0;
   CuResult failure_ = 0, broken_ = 0;
+  uint64_t most_copies_ready_ = 0;
   std::string last_failed_;
   std::vector<std::string> violations_;
   int context_ = 0, retained_ = 0, modules_ = 0;

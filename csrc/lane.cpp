@@ -322,14 +322,19 @@ uint64_t Lane::pack_parts(Job* job, Slot* slot, uint64_t bytes, uint64_t limit) 
 
 // What a staged pipeline cannot overlap is kept short: listing and gathering its first chunks, and scattering
 // the last ones of a load. So it opens with small chunks, each as large as all before it, and a load ends
-// with ever smaller ones.
+// with ever smaller ones. Beside other jobs there is less to keep short: what they have in flight counts as
+// before, and a load behind which one has more to submit ends as it is.
 uint64_t Lane::chunk_limit(const Job& job) const {
   const TransferDecision& d = job.decision;
   if (d.backend != Backend::kStaged || d.inflight_chunks < 2) return d.chunk_bytes;
   const uint64_t least = std::max(d.chunk_bytes / 8, std::min(d.chunk_bytes, kLeastOpenChunk));
   const uint64_t left = job.result.bytes - job.submitted_bytes;
-  const uint64_t most =
-      direction_ == Direction::kLoad ? std::min(job.submitted_bytes, left / 2) : job.submitted_bytes;
+  const auto follows = [&](const Job* other) {
+    return other != &job && other->state == JobState::kSubmitting;
+  };
+  const bool last = queue_.empty() && std::none_of(active_.begin(), active_.end(), follows);
+  uint64_t most = std::max(job.submitted_bytes, outstanding_bytes_);
+  if (direction_ == Direction::kLoad && last) most = std::min(most, left / 2);
   return std::clamp(most, least, d.chunk_bytes);
 }
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -80,6 +82,21 @@ def test_small_fragments_come_back(size, backend, slots):
     if slots == "in a row" and backend == "staged":
         assert all(blocks.device.stats(d)["unstaged_chunks"] == 0 for d in ("save", "load"))
     assert blocks.close() and fake.violations == []
+
+
+def test_a_copy_engine_looks_around_after_every_chunk():
+    """It stays with a stream that has its next copy ready, and a decode step's copies then wait for all of them."""
+    most = {"staged": [], "memcpy": []}
+    for seed, backend in itertools.product(range(20), most):
+        fake, blocks = machine(seed, eagerness=2)
+        chunks = _native.Policy(backend, 2, 1000, SEGMENTS * SIZE, 4)
+        for direction, moves in (("save", SAVED), ("load", LOADED)):
+            result = blocks.run(direction, moves, chunks)
+            assert (result.status, result.backend, result.chunks) == ("done", backend, len(moves))
+            assert blocks.device.stats(direction)["copies"] == len(moves) * (1 if backend == "staged" else SEGMENTS)
+        most[backend].append(fake.most_copies_ready)
+        assert blocks.close() and fake.violations == []
+    assert max(most["staged"]) == 1 and 1 < max(most["memcpy"]) <= SEGMENTS, most
 
 
 def test_no_more_than_two_slices_of_copies_are_queued():

@@ -139,6 +139,30 @@ def test_what_waited_in_the_queue_counts_as_spread():
     assert engine.close()
 
 
+@pytest.mark.parametrize("direction", ["load", "save"])
+def test_small_first_and_last_chunks_only_where_nothing_else_fills_the_pipeline(direction):
+    rig = Rig([layers(256, [65536])], slots=256)
+    staged = policy("staged", chunk_bytes=1 << 20, inflight_chunks=4)
+
+    def chunks(jobs: int) -> list[int]:
+        engine = rig.engine(native.HostDevice(1), threaded=False)
+        for job in range(jobs):
+            moves = [(0, b, b) for b in range(32 * job, 32 * job + 32)]
+            keys = keys_for(moves) if direction == "save" else b""
+            assert engine.submit(job, direction, rows(moves), keys, policy=staged)
+        results = []
+        while len(results) < jobs:
+            engine.step()
+            results += engine.poll()
+        assert {(r.status, r.bytes) for r in results} == {("done", 2 << 20)} and engine.close()
+        return [r.chunks for r in sorted(results, key=lambda r: r.job_id)]
+
+    # 256, 256, 512 and 1024 KiB; a load ends with 512, 256 and 256.
+    assert chunks(1) == [4 if direction == "save" else 6]
+    beside = chunks(8)
+    assert beside[3:5] == [2, 2] and sum(beside) <= 8 * 2 + 6, beside
+
+
 def test_jobs_of_different_size_share_a_lane_within_the_tightest_bound():
     rig = Rig([layers(64, [1024])], slots=64)
     sim = native.SimDevice(1, max_delay_steps=6)
