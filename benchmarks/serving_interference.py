@@ -182,7 +182,8 @@ class Stress:
     def run(self, mode: Mode, stop: threading.Event) -> dict[str, Any]:
         """Hands a burst over every period until told to stop; where SETS are under way the next is late.
 
-        The rate is that of what ends once the first has ended: a burst that is spread over a period is no less there.
+        The rate is that of the jobs that were seen to end after the first, over the time between the first and the
+        last of these: a burst that is spread over a period has neither a head nor a tail that counts for nothing.
         """
         policy = self._native.Policy(**mode.policy) if mode.policy else None
         took: list[float] = []
@@ -190,20 +191,22 @@ class Stress:
         owner: dict[int, int] = {}  # of a job: its set
         left = [0] * SETS  # jobs of a set under way
 
+        seen: list[tuple[float, int]] = []  # when jobs were found to have ended, and how many had by then
+
         def collect() -> None:
-            for result in self._engine.poll():
+            results = self._engine.poll()
+            for result in results:
                 if result.status != "done":
                     raise RuntimeError(f"{result.direction} {result.status}: {result.error}")
                 left[owner.pop(result.job_id)] -= 1
                 took.append(result.queue_s + result.transfer_s)
                 used.add(f"{result.direction} {result.backend}: {result.reason}")
+            if results:
+                seen.append((time.perf_counter(), len(took)))
 
         due = time.perf_counter()
-        first: tuple[float, int] | None = None  # when bursts had begun to end, and how many jobs had by then
         while not stop.is_set():
             collect()
-            if first is None and took:
-                first = time.perf_counter(), len(took)
             free = next((i for i, jobs in enumerate(left) if jobs == 0), None)
             if free is not None:
                 for side in self._sides:
@@ -214,13 +217,14 @@ class Stress:
             due = max(due + self._period_s, time.perf_counter() - self._period_s)
             stop.wait(max(0.0, due - time.perf_counter()))
         collect()
-        began, before = first or (due, 0)
-        elapsed = time.perf_counter() - began
-        moved = (len(took) - before) / len(self._sides) * self.bytes_per_burst if mode.moves else 0
+        if len(seen) < 2:
+            raise RuntimeError(f"the run was over before two bursts had ended; {len(took)} jobs had")
+        (began, before), (ended, after) = seen[0], seen[-1]
+        moved = (after - before) / len(self._sides) * self.bytes_per_burst if mode.moves else 0
         if not self._engine.drain(30):
             raise RuntimeError("a burst did not end within 30 s")
         collect()
-        return {"gib_per_s": moved / elapsed / 2**30, "burst_ms": statistics.median(took) * 1e3,
+        return {"gib_per_s": moved / (ended - began) / 2**30, "burst_ms": statistics.median(took) * 1e3,
                 "backends": sorted(used)}  # fmt: skip
 
     def close(self) -> None:
