@@ -40,11 +40,11 @@ native: $(TOOLS_READY)  ## Rebuild the native engine and install it into .venv
 # What vLLM imports for these (drafts, structured output) keeps its next engine in the same process from starting.
 APART := tests/serving/test_requests.py tests/serving/test_speculation.py
 
-# The tests run even when a linter complains: one run shows all. pytest's closing line comes last but for the totals.
+# The tests run even when a linter complains: one run shows all. What was skipped and then what failed comes last.
 test: setup  ## Run everything that needs no GPU, as CI does (GPU tests are skipped where there is none)
 	@failed=0; $(MAKE) --no-print-directory lint || failed=1; \
 	scripts/coverage.sh build && scripts/coverage.sh clear && { \
-	scripts/coverage.sh run pytest -rs $(APART) || failed=1; \
+	scripts/coverage.sh run pytest -rsfE $(APART) || failed=1; \
 	scripts/coverage.sh run pytest -rs $(APART:%=--ignore=%) || failed=1; \
 	scripts/coverage.sh totals 90 || failed=1; } || failed=1; \
 	exit $$failed
@@ -56,8 +56,8 @@ coverage:  ## After `make test`: which lines of Python and C++ no test has run
 test-matrix: setup $(MATRIX:%=.venv-%/.native-ready)  ## The same connector under other versions of vLLM, each in its own .venv-<version>
 	@failed=0; for version in $(MATRIX); do \
 	  echo "--- vLLM $$version"; \
-	  .venv-$$version/bin/python -m pytest -q -rs $(APART) || failed=1; \
-	  .venv-$$version/bin/python -m pytest -q -rs tests/unit tests/serving $(APART:%=--ignore=%) || failed=1; \
+	  .venv-$$version/bin/python -m pytest -q -rsfE $(APART) || failed=1; \
+	  .venv-$$version/bin/python -m pytest -q -rsfE tests/unit tests/serving $(APART:%=--ignore=%) || failed=1; \
 	done; exit $$failed
 
 .venv-%/.native-ready: scripts/setup.sh pyproject.toml CMakeLists.txt $(wildcard csrc/*)
