@@ -45,7 +45,7 @@ test: setup  ## Run everything that needs no GPU, as CI does (GPU tests are skip
 	@failed=0; $(MAKE) --no-print-directory lint || failed=1; \
 	scripts/coverage.sh build && scripts/coverage.sh clear && { \
 	scripts/coverage.sh run pytest -rsfE $(APART) || failed=1; \
-	scripts/coverage.sh run pytest -rs $(APART:%=--ignore=%) || failed=1; \
+	scripts/coverage.sh run pytest -rsfE $(APART:%=--ignore=%) || failed=1; \
 	scripts/coverage.sh totals 90 || failed=1; } || failed=1; \
 	exit $$failed
 
